@@ -1,0 +1,105 @@
+"""The engine's contracts: what a step is, who carries it out, what services call.
+
+Not here: any implementation. `Worker` is the only thing that touches model weights and KV tensors; everything above
+it works on plain numbers, so one worker can run alone or as one rank of several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specdec.types import EngineInfo, ProposeRequest, Proposal, Verification, VerifyRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """Consecutive tokens of one sequence, to run in one step."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    """Position of `token_ids[0]`; KV of positions [0, start) is in the cache already."""
+    block_table: tuple[int, ...]
+    """KV block ids covering positions [0, start + len(token_ids))."""
+    num_logit_rows: int
+    """Logits are returned for the last this many tokens; 0 for a prefill chunk that is not the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass: a ragged batch of prefill chunks, draft steps and verification rows."""
+
+    slices: tuple[SequenceSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the layers above a worker must know of its model."""
+
+    vocabulary_size: int
+    """Rows of the id-to-token map; logits beyond it are masked to -inf by the worker."""
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    model_fingerprint: str
+    vocabulary_fingerprint: str
+    num_kv_blocks: int
+    dtype: str
+    device: str
+
+
+class Worker(Protocol):
+    """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
+
+    shape: ModelShape
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """Runs one step.
+
+        Returns:
+            float32 [R, V] logits on the worker's device, V = `shape.vocabulary_size`, rows in the order of
+            `plan.slices`, within a slice by position; R = sum of `num_logit_rows`.
+        """
+        ...
+
+
+class DraftEngine(Protocol):
+    """What the draft service serves. Safe to call from one asyncio loop, any number of calls at once."""
+
+    async def propose(self, request: ProposeRequest) -> Proposal:
+        """Drafts up to gamma tokens. Idempotent by (session, epoch, round) and the request's digest.
+
+        Cancelling the call abandons it: the session's KV stays consistent, nothing is answered.
+
+        Raises:
+            KvMiss: the replica needs earlier tokens.
+            StaleEpoch: an older epoch, or a round older than the newest seen.
+            ResourceExhausted: no KV block is left (KV_EXHAUSTED).
+            Unavailable: draining (DRAINING).
+        """
+        ...
+
+    async def release(self, session_ids: list[str]) -> None:
+        """Frees sessions' KV. Idempotent; unknown ids are fine."""
+        ...
+
+    def info(self) -> EngineInfo: ...
+
+    async def close(self) -> None:
+        """Finishes what is in flight, then frees everything. Idempotent."""
+        ...
+
+
+class TargetEngine(Protocol):
+    """What the target service serves. The same guarantees as `DraftEngine`."""
+
+    async def verify(self, request: VerifyRequest) -> Verification:
+        """Runs the draft tokens through the model in one pass and answers p. Idempotent; raises as `propose` does."""
+        ...
+
+    async def release(self, session_ids: list[str]) -> None: ...
+
+    def info(self) -> EngineInfo: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,155 @@
+"""What the coordinator keeps outside itself: the contract of the session store and of the replica registry.
+
+Not here: Redis. Implementations: `redis_store` (Redis 7, or the embedded `fakeredis`); both pass
+`tests/contract/test_store_conformance.py`. Called by the coordinator (sessions, discovery) and by draft and target
+services (their own registration).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from specdec.types import EngineInfo, FinishReason, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to write one session, fenced by `epoch`."""
+
+    session_id: str
+    owner: str
+    """Unique per acquisition (coordinator id plus a nonce)."""
+    epoch: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One Generate call, as any coordinator needs it to join, resume or answer it again."""
+
+    request_id: str
+    request_digest: str
+    """Hash of what was asked: the same request_id with another digest is INVALID_REQUEST."""
+    parameters_json: str
+    """Sampling and speculation parameters, seed included, as the coordinator serialises them."""
+    turn: int
+    output_start: int
+    """Position of the first output token."""
+    finish_reason: FinishReason | None = None
+    """None while running."""
+    stats_json: str = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    session_id: str
+    epoch: int
+    round_id: int
+    """Rounds committed in this session, all turns together; the next round's id."""
+    num_tokens: int
+    request: RequestRecord | None
+    """The last request; None before the first."""
+    owner: str
+    """Live lease owner, or ""."""
+    expires_in_s: float
+
+    @property
+    def status(self) -> str:
+        return "running" if self.owner and self.request and self.request.finish_reason is None else "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One round's outcome. Idempotent: the same (round_id, tokens) again is success, other tokens are LEASE_LOST."""
+
+    round_id: int
+    base_len: int
+    """Token-log length the round started from."""
+    token_ids: TokenIds
+    """uint32 [n], n >= 0 (0 closes a request without a token)."""
+    stats_json: str
+    finish_reason: FinishReason | None
+    """Set by the request's last commit."""
+
+
+class SessionStore(Protocol):
+    """Every method is one atomic step. All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached."""
+
+    async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
+        """Takes the session's lease and raises its epoch to max(stored + 1, server time in µs).
+
+        Raises:
+            NotFound: no such session and not `create`.
+            SessionBusy: another owner's lease is alive.
+        """
+        ...
+
+    async def renew(self, lease: Lease) -> None:
+        """Extends the lease. Raises LeaseLost when it is not ours any more."""
+        ...
+
+    async def release(self, lease: Lease) -> None:
+        """Gives the lease back; a lease that is not ours any more is left alone. Idempotent."""
+        ...
+
+    async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
+        """Starts a turn: truncates the token log to `keep`, appends the prompt's new tokens, stores the request.
+
+        Raises:
+            LeaseLost: the lease is not ours any more.
+        """
+        ...
+
+    async def commit(self, lease: Lease, commit: Commit) -> None:
+        """Appends a round's tokens. After it returns they may be shown to the client.
+
+        Raises:
+            LeaseLost: epoch, owner, round or log length do not fit.
+            SessionLost: the log is shorter than `base_len` (the store lost writes).
+        """
+        ...
+
+    async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
+        """After the store lost writes: a live owner appends its tail again at `base_len`. Raises LeaseLost."""
+        ...
+
+    async def load(self, session_id: str) -> SessionRecord | None:
+        """Reads a session's record; None when there is none."""
+        ...
+
+    async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
+        """Reads the token log from `start` on: uint32 [num_tokens - start]."""
+        ...
+
+    async def delete(self, session_id: str) -> None:
+        """Forgets the session, whoever holds its lease. Idempotent."""
+        ...
+
+    async def ping(self) -> None:
+        """Raises Unavailable when the store cannot serve."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    address: str
+    """host:port other services dial."""
+    engine: EngineInfo
+    """As of the last heartbeat: load, free KV and draining included."""
+
+
+class ReplicaRegistry(Protocol):
+    """Who serves. Entries vanish `ttl_s` after their last heartbeat."""
+
+    async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None: ...
+
+    async def remove(self, replica_id: str) -> None: ...
+
+    async def replicas(self, role: str) -> list[ReplicaRecord]:
+        """Live replicas of a role ("draft" or "target"), ordered by replica id."""
+        ...
+
+    async def close(self) -> None: ...

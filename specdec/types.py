@@ -1,0 +1,235 @@
+"""The nouns that cross module walls, as frozen dataclasses.
+
+Not here: protobuf (they stop at servicers, `specdec.rpc` and `specdec.client`), torch, behaviour. Token id sequences
+are numpy `uint32` arrays or tuples of int; positions count from the session's first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.uint32]
+
+#: Target laws travel as uint32 weights that sum to exactly this (docs/protocol.md section 3).
+LAW_TOTAL = 1 << 31
+
+#: Tokens per KV block and per link of the chain hash. One constant: both sides of every link must agree on it.
+BLOCK_TOKENS = 16
+
+
+class Mode(IntEnum):
+    """How a request speculates; values equal the proto's `SpeculationMode`."""
+
+    OFF = 1
+    REJECTION = 2
+    BLOCK = 3
+    COUPLED = 4
+
+
+class DrawRule(IntEnum):
+    """What replicas need to know of the mode; values equal the proto's `DrawRule`."""
+
+    LAW = 1
+    COUPLED = 2
+
+
+class TokenSource(IntEnum):
+    """Where an emitted token came from; values equal the proto's `TokenSource`."""
+
+    ACCEPTED = 1
+    CORRECTED = 2
+    BONUS = 3
+    TARGET = 4
+
+
+class FinishReason(IntEnum):
+    """Why an output ended; values equal the proto's `FinishReason`."""
+
+    STOP = 1
+    LENGTH = 2
+    STOP_STRING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LawParams:
+    """The filters that turn logits into p (or q), in the order of docs/protocol.md section 2."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """(0, 1]; 1 is off."""
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    """[0, 1); 0 is off."""
+    repetition_penalty: float = 1.0
+    """Above 0; 1 is off; over prompt and output."""
+    presence_penalty: float = 0.0
+    """Over output."""
+    frequency_penalty: float = 0.0
+    """Over output."""
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Token id to added logit."""
+    min_new_tokens: int = 0
+    """`end_token_ids` are masked while fewer output tokens than this precede the position."""
+    end_token_ids: tuple[int, ...] = ()
+    """EOS and stop ids, for `min_new_tokens`."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the law at a position depends on which tokens came before it, other than through the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What a client asked of one request, validated."""
+
+    max_new_tokens: int = 256
+    law: LawParams = field(default_factory=LawParams)
+    seed: int = 0
+    """[0, 2^64)."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    """None: no logprobs; 0: the emitted token's; n: and the n likeliest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Where a session stands and what the round may assume (docs/protocol.md section 5)."""
+
+    session_id: str
+    epoch: int
+    round_id: int
+    start: int
+    """Position of `token_ids[0]`."""
+    prefix_hash: bytes
+    """`specdec.core.chain.chain_hash(tokens[0:start])`, 16 bytes."""
+    token_ids: TokenIds
+    """uint32 [n]: committed tokens from `start` on; n >= 1."""
+    law: LawParams
+    seed: int
+    turn: int
+    output_start: int
+    """Position of this turn's first output token."""
+    draw_rule: DrawRule
+
+    @property
+    def committed_len(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeRequest:
+    round: Round
+    gamma: int
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """A draft position's law as integers: q(id) = weight / sum(weights). Point mass: one id, any weight."""
+
+    token_ids: TokenIds
+    """uint32 [S], ascending."""
+    weights: NDArray[np.uint16]
+    """uint16 [S], all above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """L <= gamma draft tokens. `supports` is empty for greedy and coupled rounds."""
+
+    draft_token_ids: TokenIds
+    supports: tuple[Support, ...]
+    lost_mass: tuple[float, ...]
+    """Law mass outside each support, 0..1."""
+    kv_len: int
+    """Tokens whose KV the replica really holds now (the last draft token never is)."""
+    num_cached_tokens: int
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    round: Round
+    draft_token_ids: TokenIds
+    support_ids: tuple[TokenIds, ...]
+    """Ids of S_i per draft token, ascending; empty for greedy and coupled rounds."""
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LawRow:
+    """p at one position, seen through a support, in integers."""
+
+    weights: NDArray[np.uint32]
+    """uint32 [S + 1]: p on S_i in the support's order, then the rest; they sum to `LAW_TOTAL`."""
+    tail_token_id: int
+    """z: drawn from p outside S_i; -1 where the rest is 0."""
+    tail_probability: float
+    """p(z); 0 where absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRow:
+    """Raw logits at one position, before filters."""
+
+    support_logits: NDArray[np.float32]
+    """float32 [S]; empty in greedy and coupled rounds."""
+    tail_logit: float
+    """Of `tail_token_id`, or of the choice in greedy and coupled rounds; 0 where absent."""
+    logsumexp: float
+    top_token_ids: TokenIds
+    top_logits: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The target's answer for L + 1 positions: `choice_token_ids` (greedy, coupled) or `rows` (law rounds)."""
+
+    choice_token_ids: TokenIds
+    """uint32 [L + 1], or [0] in law rounds."""
+    rows: tuple[LawRow, ...]
+    """L + 1 rows, the last with an empty support; empty in greedy and coupled rounds."""
+    logit_rows: tuple[LogitRow, ...]
+    """L + 1 rows when logprobs were asked for, else empty."""
+    kv_len: int
+    num_cached_tokens: int
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a replica is; the proto's `EngineInfo`, field by field."""
+
+    version: str
+    role: str
+    """draft | target."""
+    pool: str
+    replica_id: str
+    model: str
+    model_fingerprint: str
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    max_gamma: int
+    num_kv_blocks: int
+    kv_block_tokens: int
+    kv_usage: float
+    num_sessions: int
+    draining: bool
+    dtype: str
+    device: str

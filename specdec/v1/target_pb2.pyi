@@ -1,0 +1,73 @@
+from specdec.v1 import common_pb2 as _common_pb2
+from specdec.v1 import draft_pb2 as _draft_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VerifyFrame(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[VerifyRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[VerifyRequest, _Mapping]]] = ...) -> None: ...
+
+class VerificationFrame(_message.Message):
+    __slots__ = ("verifications",)
+    VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    verifications: _containers.RepeatedCompositeFieldContainer[Verification]
+    def __init__(self, verifications: _Optional[_Iterable[_Union[Verification, _Mapping]]] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("call_id", "round", "draft_token_ids", "supports", "num_logprobs")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    round: _common_pb2.Round
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    supports: _draft_pb2.Supports
+    num_logprobs: int
+    def __init__(self, call_id: _Optional[int] = ..., round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_draft_pb2.Supports, _Mapping]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+
+class Verification(_message.Message):
+    __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    status: _common_pb2.ItemStatus
+    choice_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    weights: bytes
+    tail_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tail_probabilities: _containers.RepeatedScalarFieldContainer[float]
+    logits: Logits
+    kv_len: int
+    num_cached_tokens: int
+    forward_s: float
+    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., choice_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ..., tail_token_ids: _Optional[_Iterable[int]] = ..., tail_probabilities: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ...) -> None: ...
+
+class Logits(_message.Message):
+    __slots__ = ("support_logits", "tail_logits", "logsumexps", "top_token_ids", "top_logits")
+    SUPPORT_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    LOGSUMEXPS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    support_logits: bytes
+    tail_logits: bytes
+    logsumexps: bytes
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logits: bytes
+    def __init__(self, support_logits: _Optional[bytes] = ..., tail_logits: _Optional[bytes] = ..., logsumexps: _Optional[bytes] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logits: _Optional[bytes] = ...) -> None: ...
