@@ -201,6 +201,8 @@ class Verification:
 
     choice_token_ids: TokenIds
     """uint32 [L + 1], or [0] in law rounds."""
+    choice_probabilities: NDArray[np.float64]
+    """float64 [L + 1]: p of each choice after filters (1 when greedy), or [0] in law rounds."""
     rows: tuple[LawRow, ...]
     """L + 1 rows, the last with an empty support; empty in greedy and coupled rounds."""
     logit_rows: tuple[LogitRow, ...]

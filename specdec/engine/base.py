@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.types import EngineInfo, ProposeRequest, Proposal, Verification, VerifyRequest
+from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 
 
 @dataclass(frozen=True, slots=True)
