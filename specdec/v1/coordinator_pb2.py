@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspecdec/v1/coordinator.proto\x12\nspecdec.v1\"\xdb\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12,\n\x08messages\x18\x05 \x01(\x0b\x32\x18.specdec.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1d.specdec.v1.SpeculationParams\x12\x19\n\x11return_provenance\x18\x08 \x01(\x08\x12\x18\n\x0bresume_from\x18\t \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05inputB\x0e\n\x0c_resume_from\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\"\xd1\x04\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\n \x03(\x0b\x32).specdec.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"p\n\x11SpeculationParams\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.specdec.v1.SpeculationMode\x12\x12\n\x05gamma\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\ndraft_pool\x18\x03 \x01(\tB\x08\n\x06_gamma\"\x97\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.specdec.v1.StartedH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.specdec.v1.TokenChunkH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.specdec.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Z\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"f\n\nTokenChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x07\x64\x65tails\x18\x04 \x03(\x0b\x32\x17.specdec.v1.TokenDetail\"\xb0\x01\n\x0bTokenDetail\x12\'\n\x06source\x18\x01 \x01(\x0e\x32\x17.specdec.v1.TokenSource\x12\t\n\x01p\x18\x02 \x01(\x02\x12\t\n\x01q\x18\x03 \x01(\x02\x12\x12\n\ndraft_pool\x18\x04 \x01(\t\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12,\n\x0ctop_logprobs\x18\x06 \x03(\x0b\x32\x16.specdec.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x82\x01\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Usage\x12*\n\x05stats\x18\x03 \x01(\x0b\x32\x1b.specdec.v1.GenerationStats\"_\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x03 \x01(\r\"\xf1\x01\n\x0fGenerationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\r\x12\x1d\n\x15num_target_only_steps\x18\x05 \x01(\r\x12\x0e\n\x06ttft_s\x18\x06 \x01(\x01\x12\x0e\n\x06\x65\x32\x65l_s\x18\x07 \x01(\x01\x12\x0f\n\x07\x64raft_s\x18\x08 \x01(\x01\x12\x10\n\x08verify_s\x18\t \x01(\x01\x12\x12\n\nwire_bytes\x18\n \x01(\x04\"B\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x19\n\x11include_token_ids\x18\x02 \x01(\x08\"\xaf\x01\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\x12*\n\x05stats\x18\x07 \x01(\x0b\x32\x1b.specdec.v1.GenerationStats\"*\n\x14\x44\x65leteSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteSessionResponse\"X\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x08messages\x18\x02 \x01(\x0b\x32\x18.specdec.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x10\n\x0eGetInfoRequest\"\xc5\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0ctarget_model\x18\x02 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x11\n\tmax_gamma\x18\x06 \x01(\r\x12#\n\x05pools\x18\x07 \x03(\x0b\x32\x14.specdec.v1.PoolInfo\"`\n\x08PoolInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12)\n\x08replicas\x18\x04 \x03(\x0b\x32\x17.specdec.v1.ReplicaInfo\"l\n\x0bReplicaInfo\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x14\n\x0cnum_sessions\x18\x04 \x01(\r\x12\x10\n\x08kv_usage\x18\x05 \x01(\x02*\xa7\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x1e\n\x1aSPECULATION_MODE_REJECTION\x10\x02\x12\x1a\n\x16SPECULATION_MODE_BLOCK\x10\x03\x12\x1c\n\x18SPECULATION_MODE_COUPLED\x10\x04*\x93\x01\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_SOURCE_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_SOURCE_CORRECTED\x10\x02\x12\x16\n\x12TOKEN_SOURCE_BONUS\x10\x03\x12\x17\n\x13TOKEN_SOURCE_TARGET\x10\x04*~\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x32\x8b\x03\n\x12\x43oordinatorService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x12K\n\nGetSession\x12\x1d.specdec.v1.GetSessionRequest\x1a\x1e.specdec.v1.GetSessionResponse\x12T\n\rDeleteSession\x12 .specdec.v1.DeleteSessionRequest\x1a!.specdec.v1.DeleteSessionResponse\x12\x45\n\x08Tokenize\x12\x1b.specdec.v1.TokenizeRequest\x1a\x1c.specdec.v1.TokenizeResponse\x12\x42\n\x07GetInfo\x12\x1a.specdec.v1.GetInfoRequest\x1a\x1b.specdec.v1.GetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspecdec/v1/coordinator.proto\x12\nspecdec.v1\"\xdb\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12,\n\x08messages\x18\x05 \x01(\x0b\x32\x18.specdec.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1d.specdec.v1.SpeculationParams\x12\x19\n\x11return_provenance\x18\x08 \x01(\x08\x12\x18\n\x0bresume_from\x18\t \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05inputB\x0e\n\x0c_resume_from\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\"\xd1\x04\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\n \x03(\x0b\x32).specdec.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"p\n\x11SpeculationParams\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.specdec.v1.SpeculationMode\x12\x12\n\x05gamma\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\ndraft_pool\x18\x03 \x01(\tB\x08\n\x06_gamma\"\x97\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.specdec.v1.StartedH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.specdec.v1.TokenChunkH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.specdec.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Z\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"f\n\nTokenChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x07\x64\x65tails\x18\x04 \x03(\x0b\x32\x17.specdec.v1.TokenDetail\"\xbe\x01\n\x0bTokenDetail\x12\'\n\x06source\x18\x01 \x01(\x0e\x32\x17.specdec.v1.TokenSource\x12\t\n\x01p\x18\x02 \x01(\x02\x12\t\n\x01q\x18\x03 \x01(\x02\x12\x12\n\ndraft_pool\x18\x04 \x01(\t\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12,\n\x0ctop_logprobs\x18\x06 \x03(\x0b\x32\x16.specdec.v1.TopLogprob\x12\x0c\n\x04text\x18\x07 \x01(\tB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x82\x01\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Usage\x12*\n\x05stats\x18\x03 \x01(\x0b\x32\x1b.specdec.v1.GenerationStats\"_\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x03 \x01(\r\"\xf1\x01\n\x0fGenerationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\r\x12\x1d\n\x15num_target_only_steps\x18\x05 \x01(\r\x12\x0e\n\x06ttft_s\x18\x06 \x01(\x01\x12\x0e\n\x06\x65\x32\x65l_s\x18\x07 \x01(\x01\x12\x0f\n\x07\x64raft_s\x18\x08 \x01(\x01\x12\x10\n\x08verify_s\x18\t \x01(\x01\x12\x12\n\nwire_bytes\x18\n \x01(\x04\"B\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x19\n\x11include_token_ids\x18\x02 \x01(\x08\"\xaf\x01\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\x12*\n\x05stats\x18\x07 \x01(\x0b\x32\x1b.specdec.v1.GenerationStats\"*\n\x14\x44\x65leteSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteSessionResponse\"X\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x08messages\x18\x02 \x01(\x0b\x32\x18.specdec.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x10\n\x0eGetInfoRequest\"\xc5\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0ctarget_model\x18\x02 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x11\n\tmax_gamma\x18\x06 \x01(\r\x12#\n\x05pools\x18\x07 \x03(\x0b\x32\x14.specdec.v1.PoolInfo\"`\n\x08PoolInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12)\n\x08replicas\x18\x04 \x03(\x0b\x32\x17.specdec.v1.ReplicaInfo\"l\n\x0bReplicaInfo\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x14\n\x0cnum_sessions\x18\x04 \x01(\r\x12\x10\n\x08kv_usage\x18\x05 \x01(\x02*\xa7\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x1e\n\x1aSPECULATION_MODE_REJECTION\x10\x02\x12\x1a\n\x16SPECULATION_MODE_BLOCK\x10\x03\x12\x1c\n\x18SPECULATION_MODE_COUPLED\x10\x04*\x93\x01\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_SOURCE_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_SOURCE_CORRECTED\x10\x02\x12\x16\n\x12TOKEN_SOURCE_BONUS\x10\x03\x12\x17\n\x13TOKEN_SOURCE_TARGET\x10\x04*~\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x32\x8b\x03\n\x12\x43oordinatorService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x12K\n\nGetSession\x12\x1d.specdec.v1.GetSessionRequest\x1a\x1e.specdec.v1.GetSessionResponse\x12T\n\rDeleteSession\x12 .specdec.v1.DeleteSessionRequest\x1a!.specdec.v1.DeleteSessionResponse\x12\x45\n\x08Tokenize\x12\x1b.specdec.v1.TokenizeRequest\x1a\x1c.specdec.v1.TokenizeResponse\x12\x42\n\x07GetInfo\x12\x1a.specdec.v1.GetInfoRequest\x1a\x1b.specdec.v1.GetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SPECULATIONMODE']._serialized_start=3157
-  _globals['_SPECULATIONMODE']._serialized_end=3324
-  _globals['_TOKENSOURCE']._serialized_start=3327
-  _globals['_TOKENSOURCE']._serialized_end=3474
-  _globals['_FINISHREASON']._serialized_start=3476
-  _globals['_FINISHREASON']._serialized_end=3602
+  _globals['_SPECULATIONMODE']._serialized_start=3171
+  _globals['_SPECULATIONMODE']._serialized_end=3338
+  _globals['_TOKENSOURCE']._serialized_start=3341
+  _globals['_TOKENSOURCE']._serialized_end=3488
+  _globals['_FINISHREASON']._serialized_start=3490
+  _globals['_FINISHREASON']._serialized_end=3616
   _globals['_GENERATEREQUEST']._serialized_start=45
   _globals['_GENERATEREQUEST']._serialized_end=392
   _globals['_TOKENIDS']._serialized_start=394
@@ -60,35 +60,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENCHUNK']._serialized_start=1480
   _globals['_TOKENCHUNK']._serialized_end=1582
   _globals['_TOKENDETAIL']._serialized_start=1585
-  _globals['_TOKENDETAIL']._serialized_end=1761
-  _globals['_TOPLOGPROB']._serialized_start=1763
-  _globals['_TOPLOGPROB']._serialized_end=1810
-  _globals['_FINISHED']._serialized_start=1813
-  _globals['_FINISHED']._serialized_end=1943
-  _globals['_USAGE']._serialized_start=1945
-  _globals['_USAGE']._serialized_end=2040
-  _globals['_GENERATIONSTATS']._serialized_start=2043
-  _globals['_GENERATIONSTATS']._serialized_end=2284
-  _globals['_GETSESSIONREQUEST']._serialized_start=2286
-  _globals['_GETSESSIONREQUEST']._serialized_end=2352
-  _globals['_GETSESSIONRESPONSE']._serialized_start=2355
-  _globals['_GETSESSIONRESPONSE']._serialized_end=2530
-  _globals['_DELETESESSIONREQUEST']._serialized_start=2532
-  _globals['_DELETESESSIONREQUEST']._serialized_end=2574
-  _globals['_DELETESESSIONRESPONSE']._serialized_start=2576
-  _globals['_DELETESESSIONRESPONSE']._serialized_end=2599
-  _globals['_TOKENIZEREQUEST']._serialized_start=2601
-  _globals['_TOKENIZEREQUEST']._serialized_end=2689
-  _globals['_TOKENIZERESPONSE']._serialized_start=2691
-  _globals['_TOKENIZERESPONSE']._serialized_end=2728
-  _globals['_GETINFOREQUEST']._serialized_start=2730
-  _globals['_GETINFOREQUEST']._serialized_end=2746
-  _globals['_GETINFORESPONSE']._serialized_start=2749
-  _globals['_GETINFORESPONSE']._serialized_end=2946
-  _globals['_POOLINFO']._serialized_start=2948
-  _globals['_POOLINFO']._serialized_end=3044
-  _globals['_REPLICAINFO']._serialized_start=3046
-  _globals['_REPLICAINFO']._serialized_end=3154
-  _globals['_COORDINATORSERVICE']._serialized_start=3605
-  _globals['_COORDINATORSERVICE']._serialized_end=4000
+  _globals['_TOKENDETAIL']._serialized_end=1775
+  _globals['_TOPLOGPROB']._serialized_start=1777
+  _globals['_TOPLOGPROB']._serialized_end=1824
+  _globals['_FINISHED']._serialized_start=1827
+  _globals['_FINISHED']._serialized_end=1957
+  _globals['_USAGE']._serialized_start=1959
+  _globals['_USAGE']._serialized_end=2054
+  _globals['_GENERATIONSTATS']._serialized_start=2057
+  _globals['_GENERATIONSTATS']._serialized_end=2298
+  _globals['_GETSESSIONREQUEST']._serialized_start=2300
+  _globals['_GETSESSIONREQUEST']._serialized_end=2366
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2369
+  _globals['_GETSESSIONRESPONSE']._serialized_end=2544
+  _globals['_DELETESESSIONREQUEST']._serialized_start=2546
+  _globals['_DELETESESSIONREQUEST']._serialized_end=2588
+  _globals['_DELETESESSIONRESPONSE']._serialized_start=2590
+  _globals['_DELETESESSIONRESPONSE']._serialized_end=2613
+  _globals['_TOKENIZEREQUEST']._serialized_start=2615
+  _globals['_TOKENIZEREQUEST']._serialized_end=2703
+  _globals['_TOKENIZERESPONSE']._serialized_start=2705
+  _globals['_TOKENIZERESPONSE']._serialized_end=2742
+  _globals['_GETINFOREQUEST']._serialized_start=2744
+  _globals['_GETINFOREQUEST']._serialized_end=2760
+  _globals['_GETINFORESPONSE']._serialized_start=2763
+  _globals['_GETINFORESPONSE']._serialized_end=2960
+  _globals['_POOLINFO']._serialized_start=2962
+  _globals['_POOLINFO']._serialized_end=3058
+  _globals['_REPLICAINFO']._serialized_start=3060
+  _globals['_REPLICAINFO']._serialized_end=3168
+  _globals['_COORDINATORSERVICE']._serialized_start=3619
+  _globals['_COORDINATORSERVICE']._serialized_end=4014
 # @@protoc_insertion_point(module_scope)

@@ -172,20 +172,22 @@ class TokenChunk(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., details: _Optional[_Iterable[_Union[TokenDetail, _Mapping]]] = ...) -> None: ...
 
 class TokenDetail(_message.Message):
-    __slots__ = ("source", "p", "q", "draft_pool", "logprob", "top_logprobs")
+    __slots__ = ("source", "p", "q", "draft_pool", "logprob", "top_logprobs", "text")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     P_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
     DRAFT_POOL_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     source: TokenSource
     p: float
     q: float
     draft_pool: str
     logprob: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, source: _Optional[_Union[TokenSource, str]] = ..., p: _Optional[float] = ..., q: _Optional[float] = ..., draft_pool: _Optional[str] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+    text: str
+    def __init__(self, source: _Optional[_Union[TokenSource, str]] = ..., p: _Optional[float] = ..., q: _Optional[float] = ..., draft_pool: _Optional[str] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
