@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """The public service, and the only one clients call.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -62,7 +63,8 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """The public service, and the only one clients call.
+    """
 
     def Generate(self, request, context):
         """Starts, continues (next turn) or resumes a session. Idempotent by request_id within a session.
@@ -136,7 +138,8 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """Missing associated documentation comment in .proto file."""
+    """The public service, and the only one clients call.
+    """
 
     @staticmethod
     def Generate(request,

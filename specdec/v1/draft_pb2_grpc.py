@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class DraftServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Proposes candidates for coordinators.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -53,7 +54,8 @@ class DraftServiceStub(object):
 
 
 class DraftServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Proposes candidates for coordinators.
+    """
 
     def Propose(self, request_iterator, context):
         """One long-lived stream per coordinator. Each frame carries items of many sessions; replies come back in any
@@ -104,7 +106,8 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Proposes candidates for coordinators.
+    """
 
     @staticmethod
     def Propose(request_iterator,

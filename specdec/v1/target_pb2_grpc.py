@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class TargetServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Verifies candidates for coordinators.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -53,7 +54,8 @@ class TargetServiceStub(object):
 
 
 class TargetServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Verifies candidates for coordinators.
+    """
 
     def Verify(self, request_iterator, context):
         """One long-lived stream per coordinator. Each frame carries items of many sessions; replies come back in any
@@ -104,7 +106,8 @@ def add_TargetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Verifies candidates for coordinators.
+    """
 
     @staticmethod
     def Verify(request_iterator,

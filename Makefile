@@ -1,0 +1,97 @@
+# Every target sets up what it needs; `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# The first of these that is a Python we support makes the environment; PYTHON=... overrides.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+# For instance --extra-index-url https://download.pytorch.org/whl/cpu, where a plain torch would bring CUDA along.
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTOC_VENV := .venv-proto
+# The oldest grpcio-tools our ranges admit: generated code refuses older runtimes, never newer ones.
+GRPCIO_TOOLS := grpcio-tools==1.74.0
+BUF := npx --yes @bufbuild/buf@1.75.0
+# Two cores are shared by several processes in every test; idle OpenMP threads must not spin.
+export OMP_WAIT_POLICY := PASSIVE
+export KMP_BLOCKTIME := 0
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_DISABLE_TELEMETRY := 1
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup demo test test-full test-failure bench lint type proto proto-check k8s-validate images up down ci clean redis
+
+help:  ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing specdec and its pinned dependencies (several minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,bench]' 2> $(VENV)/pip.log \
+		|| { cat $(VENV)/pip.log >&2; exit 1; }
+	@touch $@
+
+setup: $(STAMP)  ## make .venv with everything installed and the specdec command in it
+
+demo: setup  ## see it work: three services, a coloured stream, target-only speed beside it
+	@$(BIN)/python examples/demo.py
+
+redis:
+	@command -v redis-server >/dev/null || { command -v apt-get >/dev/null \
+		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq redis-server >/dev/null; }; } \
+		|| { echo "error: the tests need redis-server 7 on the PATH (apt-get install redis-server, brew install redis)" >&2; exit 1; }
+
+test: setup redis  ## all tests against real gRPC and a real Redis, under 10 minutes on two cores
+	$(PYTEST) -m "not full and not gpu"
+
+test-full: setup redis  ## the long products as well
+	$(PYTEST) -m "not gpu" --timeout 3600
+
+test-failure: setup redis  ## what happens when parts die
+	$(PYTEST) tests/failure
+
+bench: setup  ## all CPU suites: a table, bench/results and plots
+	$(BIN)/python -m bench latency --json bench/results/latency.json --plot bench/results
+
+lint: setup  ## ruff, and buf for the protos where Node is installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@if command -v npx >/dev/null; then echo "$(BUF) lint"; $(BUF) lint; else echo "buf lint left out: no npx on the PATH"; fi
+
+type: setup  ## mypy, strict
+	$(BIN)/mypy
+
+$(PROTOC_VENV)/.installed:
+	@$(PYTHON) -m venv $(PROTOC_VENV) && $(PROTOC_VENV)/bin/python -m pip install -q --disable-pip-version-check $(GRPCIO_TOOLS)
+	@touch $@
+
+PROTOC = cd protos && ../$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I. specdec/v1/*.proto
+
+proto: $(PROTOC_VENV)/.installed  ## generate specdec/v1 from protos/
+	@$(PROTOC) --python_out=.. --pyi_out=.. --grpc_python_out=..
+
+proto-check: $(PROTOC_VENV)/.installed  ## fail when specdec/v1 is not what protos/ generates
+	@out=$$(mktemp -d); trap 'rm -rf $$out' EXIT; ($(PROTOC) --python_out=$$out --pyi_out=$$out --grpc_python_out=$$out) \
+		&& diff -r -x __pycache__ -x __init__.py $$out/specdec/v1 specdec/v1 \
+		&& echo "specdec/v1 is what protos/ generates" \
+		|| { echo "error: specdec/v1 drifted from protos/: run make proto and commit" >&2; exit 1; }
+
+k8s-validate: setup  ## render the manifests and check them, and the compose file, against their schemas
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python k8s/validate.py
+
+images:  ## build the three service images
+	@for s in draft_service target_service coordinator; do docker build -f $$s/Dockerfile -t specdec/$${s/_/-}:latest . || exit 1; done
+
+up:  ## the whole system in containers
+	docker compose up --build --wait
+
+down:  ## stop it and forget its state
+	docker compose down --volumes
+
+ci: lint type proto-check k8s-validate test  ## what CI runs
+
+clean:  ## forget environments and caches
+	rm -rf $(VENV) $(PROTOC_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
