@@ -1,0 +1,23 @@
+"""Settings of the draft service: its own flags on top of the common ones."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specdec.config import Address, ReplicaSettings
+
+
+class DraftSettings(ReplicaSettings):
+    """The draft service: proposes candidate tokens, from a small model, for a target service to verify."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_DRAFT__")
+
+    listen: Address = "127.0.0.1:50061"
+    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    max_support: int | None = Field(default=None, ge=1)
+    """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
+
+    support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)
+    """Share of the draft's law that a support covers before it is cut."""

@@ -1,0 +1,269 @@
+"""Settings every service shares, and the one way a service reads its command line.
+
+A service's settings are a frozen model whose fields are the flags: flag > environment (`SPECDEC_DRAFT__LISTEN`) >
+TOML file (`--config`) > default, and the docstring under a field is its `--help` text. Constructing a model directly
+reads nothing but its arguments; only `parse_settings`, called by a service's `__main__`, looks at the environment.
+
+Not here: what a service does with its settings; its own fields (`<service>/config.py`). No torch, grpc or redis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+_REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
+_WILDCARD_HOSTS = ("0.0.0.0", "::", "")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits `HOST:PORT` (`[::1]:50051` for IPv6) into host, without brackets, and port.
+
+    Raises:
+        ValueError: not of that form, or the port is outside 0..65535.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed) or "/" in host:
+        raise ValueError(f"must be HOST:PORT with a port of 0 to 65535, not {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
+    """The address other processes should dial: `advertise` if set, else `listen` with the port really bound.
+
+    A wildcard host is replaced by this machine's own address, which is right inside a container or a pod.
+    """
+    host, port = split_address(advertise or listen)
+    if not advertise and host in _WILDCARD_HOSTS:
+        host = _own_host()
+    return join_address(host, port or bound_port)
+
+
+def _own_host() -> str:
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name
+
+
+def _checked_address(address: str) -> str:
+    if address:
+        split_address(address)
+    return address
+
+
+def _required_address(address: str) -> str:
+    split_address(address)
+    return address
+
+
+def _checked_redis_url(url: str) -> str:
+    if urlsplit(url).scheme not in _REDIS_SCHEMES:
+        raise ValueError(f"must begin with redis://, rediss://, unix:// or be memory://, not {url!r}")
+    return url
+
+
+def _split_commas(value: object) -> object:
+    """Lists come as repeated flags, as comma-separated environment values, or as TOML arrays."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Address = Annotated[str, AfterValidator(_required_address)]
+"""HOST:PORT."""
+
+OptionalAddress = Annotated[str, AfterValidator(_checked_address)]
+"""HOST:PORT, or "" for none."""
+
+AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
+"""Several HOST:PORT: a repeated flag, or one comma-separated value."""
+
+RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
+"""redis://, rediss://, unix:// or memory://."""
+
+
+class ServiceSettings(BaseSettings):
+    """Flags that every service has. A service subclasses it and sets `env_prefix`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, protected_namespaces=()
+    )
+
+    listen: Address
+    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    advertise: OptionalAddress = ""
+    """HOST:PORT that other services should dial. Unset: --listen with the port really bound; for a host of 0.0.0.0 or
+    [::], this machine's own address."""
+
+    health: OptionalAddress = ""
+    """HOST:PORT for a second, always plaintext port with nothing but grpc.health.v1. Unset: none."""
+
+    metrics: OptionalAddress = ""
+    """HOST:PORT for Prometheus metrics over HTTP at /metrics. Unset: none."""
+
+    redis_url: RedisUrl = "redis://127.0.0.1:6379/0"
+    """Redis that holds sessions and the replica registry. memory:// keeps both in this process: static endpoints
+    only."""
+
+    log_format: Literal["json", "text"] = "json"
+    """One JSON object a line, or plain text."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe records that are written. Prompts and tokens appear at debug only."""
+
+    max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024)
+    """Largest gRPC message accepted; a larger one is refused with RESOURCE_EXHAUSTED."""
+
+    drain_grace_s: float = Field(default=30.0, ge=0.0)
+    """On SIGTERM: how long calls in flight may still run before they are cancelled."""
+
+    config: str = ""
+    """TOML file whose top-level keys are these settings, with underscores. Flags and environment win over it."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        **_: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """A model is its arguments: the environment and files are read by `parse_settings` alone."""
+        return (init_settings,)
+
+
+class ReplicaSettings(ServiceSettings):
+    """Flags that draft and target services have in common."""
+
+    model: str
+    """Hugging Face checkpoint: a directory, or a hub id."""
+
+    device: str = "auto"
+    """Where the model runs: cpu, cuda, cuda:1, ...; auto takes a GPU when there is one."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Arithmetic of the weights; auto follows the checkpoint on a GPU and takes float32 on a CPU."""
+
+    pool: str = "default"
+    """Name of the replica pool this process belongs to."""
+
+    replica_id: str = ""
+    """Unique name of this process in its pool. Unset: made up."""
+
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of one forward pass. Unset: torch's choice."""
+
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Size of the KV cache. Unset: chosen by the model and the memory there is."""
+
+    max_gamma: int = Field(default=16, ge=1, le=256)
+    """Most draft tokens a round."""
+
+    max_step_tokens: int = Field(default=2048, ge=1)
+    """Most tokens that one forward pass runs, all sessions together."""
+
+    heartbeat_s: float = Field(default=1.0, gt=0.0)
+    """Seconds between two entries in the replica registry; an entry lives three times as long."""
+
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+
+
+def parse_settings(settings_type: type[SettingsT], *, prog: str, argv: Sequence[str]) -> SettingsT:
+    """Reads a service's settings: flag > environment > `--config` file > default.
+
+    Ends the process: `--help` with exit code 0, a usage error with one line on stderr and exit code 2.
+    """
+    try:
+        flags = _flags(settings_type, prog, argv)
+        environment = _environment(settings_type)
+        path = flags.get("config") or environment.get("config")
+        file_values = _file(settings_type, str(path)) if path else {}
+        return settings_type(**{**file_values, **environment, **flags})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        flag = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
+        _refuse(f"{flag}: {first['msg'].removeprefix('Value error, ')}")
+    except (SettingsError, ValueError) as error:
+        _refuse(str(error).removeprefix("error parsing CLI: "))
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _flags(settings_type: type[ServiceSettings], prog: str, argv: Sequence[str]) -> dict[str, Any]:
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        settings_type,
+        root_parser=_Parser(
+            prog=prog,
+            description=settings_type.__doc__,
+            epilog=f"Every flag is also an environment variable: --log-format is {_prefix(settings_type)}LOG_FORMAT.",
+            allow_abbrev=False,
+        ),
+        cli_parse_args=list(argv),
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+    return source()
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a usage error is an exception instead of two lines and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+def _environment(settings_type: type[ServiceSettings]) -> dict[str, Any]:
+    prefix = _prefix(settings_type)
+    for name in os.environ:
+        if name.upper().startswith(prefix) and name.upper()[len(prefix) :].lower() not in settings_type.model_fields:
+            raise ValueError(f"environment variable {name} is not a setting; see --help")
+    return EnvSettingsSource(settings_type)()
+
+
+def _prefix(settings_type: type[ServiceSettings]) -> str:
+    return settings_type.model_config.get("env_prefix", "").upper()
+
+
+def _file(settings_type: type[ServiceSettings], path: str) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--config: {path} is not valid TOML: {error}") from error
+    for key in values:
+        if key not in settings_type.model_fields:
+            raise ValueError(f"--config: {path}: {key!r} is not a setting; see --help")
+    return values

@@ -1,0 +1,1 @@
+"""The target service: verifies candidate tokens in one forward pass. Runs as `python -m target_service`."""
