@@ -1,0 +1,47 @@
+"""The Python SDK: `AsyncClient` and `Client`, and streams that resume themselves.
+
+Not here: anything of the services; it speaks the public gRPC surface only and loads no torch. Called by programs and
+by the `specdec` command line.
+
+    from specdec.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("def fibonacci(n):", temperature=0, max_new_tokens=64).text)
+        for chunk in client.generate("import os", stream=True, provenance=True):
+            print(chunk.text, end="")
+"""
+
+from specdec.client.async_client import AsyncClient, AsyncStream
+from specdec.client.recovery import Budgets
+from specdec.client.request import ChatMessage, GenerateOptions
+from specdec.client.results import (
+    Chunk,
+    Completion,
+    GenerationStats,
+    Pool,
+    Replica,
+    ServerInfo,
+    Session,
+    TokenDetail,
+    Usage,
+)
+from specdec.client.sync_client import Client, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Budgets",
+    "ChatMessage",
+    "Chunk",
+    "Client",
+    "Completion",
+    "GenerateOptions",
+    "GenerationStats",
+    "Pool",
+    "Replica",
+    "ServerInfo",
+    "Session",
+    "Stream",
+    "TokenDetail",
+    "Usage",
+]

@@ -1,0 +1,86 @@
+"""When a broken call is tried again, how soon and for how long. Shared by both clients; makes no call itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import tenacity
+
+from specdec.errors import LeaseLost, SessionBusy, SpecdecError, Unavailable
+from specdec.rpc.status import from_rpc_error
+
+#: Reconnect promptly: the channel's own backoff (up to two minutes by default) must not outlast ours.
+CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", -1),  # the server's limit decides, and names itself
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """How long a client keeps trying before it raises."""
+
+    connect_s: float = 5.0
+    """A call that has had no answer yet."""
+    resume_s: float = 60.0
+    """An interrupted stream, counted anew after each message; more than a lost coordinator's lease lasts."""
+
+
+class Recovery:
+    """Decides on retries of one call; reset by progress. Not for use by two calls at once."""
+
+    def __init__(self, budgets: Budgets) -> None:
+        self._budgets = budgets
+        self._answered = False
+        self._broken_since: float | None = None
+        self._backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
+
+    def progressed(self) -> None:
+        """An answer has come: the next interruption has its whole budget again."""
+        self._answered = True
+        self._broken_since = None
+
+    def tenacity_options(self) -> dict[str, Any]:
+        """Arguments for `tenacity.Retrying` and `AsyncRetrying`."""
+        return {
+            "retry": tenacity.retry_if_exception(self._worth_retrying),
+            "stop": self._exhausted,
+            "wait": self._wait_s,
+            "reraise": True,
+        }
+
+    def _worth_retrying(self, error: BaseException) -> bool:
+        if isinstance(error, Unavailable | LeaseLost):
+            if self._broken_since is None:
+                self._broken_since = time.monotonic()
+            return True
+        # After an interruption a busy session is our own earlier attempt, whose lease has yet to expire.
+        return isinstance(error, SessionBusy) and self._broken_since is not None
+
+    def _exhausted(self, state: tenacity.RetryCallState) -> bool:
+        if self._broken_since is None:
+            return False
+        budget_s = self._budgets.resume_s if self._answered else self._budgets.connect_s
+        return time.monotonic() - self._broken_since >= budget_s
+
+    def _wait_s(self, state: tenacity.RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        asked_s = error.retry_after_s if isinstance(error, SpecdecError) else None
+        return max(self._backoff(state), asked_s or 0.0)
+
+
+def to_specdec_error(error: grpc.RpcError) -> SpecdecError:
+    """The error tree's view of a failed call. A call cancelled by the other side is an interruption like any other."""
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return Unavailable(f"the server cancelled the call: {error.details()}")
+    return from_rpc_error(error)
+
+
+def ended_early() -> Unavailable:
+    """A stream that closed without `Finished`."""
+    return Unavailable("the server closed the stream before it finished")

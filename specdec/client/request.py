@@ -1,0 +1,184 @@
+"""Keyword arguments of `generate` turned into one `GenerateRequest`.
+
+Not here: checks of value ranges; the server names the field and the limit. Only what protobuf would silently change or
+refuse with a traceback is caught here: two inputs at once, text that is not valid Unicode, numbers of the wrong type.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from specdec.errors import InvalidRequest
+from specdec.types import Mode
+from specdec.v1 import coordinator_pb2 as pb
+
+_SAMPLING_SCALARS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation, as chat templates know it."""
+
+    role: str
+    content: str
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Everything `generate` takes besides the prompt text. An absent or None entry means the server's default."""
+
+    prompt_token_ids: Sequence[int] | None
+    """Input as token ids, instead of text."""
+    messages: Sequence[ChatMessage] | None
+    """Input as the whole conversation, oldest first, instead of text."""
+    session_id: str | None
+    """Continues this session; a new one otherwise."""
+    request_id: str | None
+    """Idempotency key within the session; made by the client otherwise."""
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    temperature: float | None
+    """0 is greedy."""
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    """Token id to added logit."""
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    """0: the emitted token's alone; n: and the n likeliest. They arrive in `Chunk.details`."""
+    mode: Mode | str | None
+    """off | rejection | block | coupled."""
+    gamma: int | None
+    """Draft tokens a round; chosen by the server otherwise."""
+    draft_pool: str | None
+    provenance: bool | None
+    """Fills `Chunk.details`: source, p, q, draft pool and text of each token."""
+
+
+def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
+    """Builds the request of one `generate` call.
+
+    The session and request ids are always set, so that sending the same message again is idempotent.
+
+    Raises:
+        InvalidRequest: no input or more than one; a value that does not fit its field.
+        TypeError: an option that does not exist.
+    """
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"generate() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
+    request = pb.GenerateRequest(return_provenance=bool(options.get("provenance")))
+    _assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex, "")
+    _assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex, "")
+    _set_input(request, prompt, options)
+    _set_sampling(request.sampling, options)
+    _set_speculation(request.speculation, options)
+    return request
+
+
+def build_tokenize_request(text: str | None, messages: Sequence[ChatMessage] | None) -> pb.TokenizeRequest:
+    """Builds a `TokenizeRequest` of exactly one of text and messages.
+
+    Raises:
+        InvalidRequest: none or both of them.
+    """
+    if (text is None) == (messages is None):
+        raise InvalidRequest("give exactly one of text and messages", field="input")
+    request = pb.TokenizeRequest()
+    if text is not None:
+        _assign(request, "text", text, "")
+    else:
+        _fill_messages(request.messages, messages or ())
+    return request
+
+
+def _set_input(request: pb.GenerateRequest, prompt: str | None, options: GenerateOptions) -> None:
+    prompt_token_ids, messages = options.get("prompt_token_ids"), options.get("messages")
+    given = [
+        name
+        for name, value in (("prompt", prompt), ("prompt_token_ids", prompt_token_ids), ("messages", messages))
+        if value is not None
+    ]
+    if len(given) != 1:
+        what = " and ".join(given) if given else "none"
+        raise InvalidRequest(f"give exactly one of prompt, prompt_token_ids and messages (got {what})", field="input")
+    if prompt is not None:
+        _assign(request, "prompt", prompt, "")
+    elif prompt_token_ids is not None:
+        request.prompt_token_ids.SetInParent()  # an empty list is still this input
+        _extend(request.prompt_token_ids, "ids", prompt_token_ids, "prompt_token_ids.")
+    elif messages is not None:
+        _fill_messages(request.messages, messages)
+
+
+def _fill_messages(target: pb.ChatMessages, messages: Sequence[ChatMessage]) -> None:
+    target.SetInParent()
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+            raise InvalidRequest(f"messages[{index}] must have exactly role and content", field="messages")
+        entry = target.messages.add()
+        _assign(entry, "role", message["role"], f"messages[{index}].")
+        _assign(entry, "content", message["content"], f"messages[{index}].")
+
+
+def _set_sampling(sampling: pb.SamplingParams, options: GenerateOptions) -> None:
+    values: Mapping[str, Any] = options
+    for name in _SAMPLING_SCALARS:
+        if values.get(name) is not None:
+            _assign(sampling, name, values[name], "sampling.")
+    stop = options.get("stop") or ()
+    _extend(sampling, "stop", (stop,) if isinstance(stop, str) else stop, "sampling.")
+    _extend(sampling, "stop_token_ids", options.get("stop_token_ids") or (), "sampling.")
+    try:
+        sampling.logit_bias.update(options.get("logit_bias") or {})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"sampling.logit_bias: {error}", field="sampling.logit_bias") from None
+
+
+def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions) -> None:
+    mode = options.get("mode")
+    if isinstance(mode, str):
+        if mode.upper() not in Mode.__members__:
+            names = ", ".join(name.lower() for name in Mode.__members__)
+            raise InvalidRequest(f"speculation.mode must be one of {names} (got {mode!r})", field="speculation.mode")
+        mode = Mode[mode.upper()]
+    if mode is not None:
+        _assign(speculation, "mode", int(mode), "speculation.")
+    if options.get("gamma") is not None:
+        _assign(speculation, "gamma", options.get("gamma"), "speculation.")
+    if options.get("draft_pool"):
+        _assign(speculation, "draft_pool", options.get("draft_pool"), "speculation.")
+
+
+def _assign(message: Any, name: str, value: Any, prefix: str) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
+        raise InvalidRequest(f"{prefix}{name}: {error}", field=f"{prefix}{name}") from None
+
+
+def _extend(message: Any, name: str, values: Sequence[Any], prefix: str) -> None:
+    try:
+        getattr(message, name).extend(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{prefix}{name}: {error}", field=f"{prefix}{name}") from None

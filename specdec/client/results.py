@@ -1,0 +1,215 @@
+"""What the SDK returns: frozen dataclasses with the proto's field names, and how they are read from its messages.
+
+Not here: any call. Protobuf stops at this package, so programs see only these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specdec.types import FinishReason, TokenSource
+from specdec.v1 import coordinator_pb2 as pb
+
+_FINISH_REASONS = {int(reason): reason.name.lower() for reason in FinishReason}
+#: A source that a newer server knows and this version does not is shown as the target's own.
+_SOURCES = {int(source): source for source in TokenSource}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetail:
+    """Where one token came from; present when provenance was asked for."""
+
+    source: TokenSource
+    p: float
+    """Target probability after filters."""
+    q: float
+    """Draft probability it was drawn with; 0 where there was no draft token."""
+    draft_pool: str
+    logprob: float | None
+    """The model's, before filters; None unless logprobs were asked for."""
+    top_logprobs: tuple[tuple[int, float], ...]
+    """(token id, logprob), likeliest first."""
+    text: str
+    """The text this token completed; joined over a chunk they are `Chunk.text`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one committed round."""
+
+    index: int
+    """Index of its first token in the output."""
+    token_ids: tuple[int, ...]
+    text: str
+    details: tuple[TokenDetail, ...]
+    """One per token, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """The EOS or stop token included."""
+    num_cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Counters and times of one request, as the server measured them."""
+
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+    num_target_only_steps: int
+    ttft_s: float
+    e2el_s: float
+    draft_s: float
+    verify_s: float
+    wire_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One whole output."""
+
+    session_id: str
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    """stop | length | stop_string."""
+    usage: Usage
+    stats: GenerationStats
+    details: tuple[TokenDetail, ...] = ()
+    """One per token when provenance was asked for, else empty."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `specdec generate --json` prints: the proto's field names, no details."""
+        fields = asdict(self)
+        del fields["details"]
+        fields["token_ids"] = list(self.token_ids)
+        fields["stats"]["accepted_per_position"] = list(self.stats.accepted_per_position)
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    session_id: str
+    status: str
+    """running | idle."""
+    num_tokens: int
+    """Committed, prompt included."""
+    token_ids: tuple[int, ...]
+    """When asked for, else empty."""
+    turn: int
+    expires_in_s: float
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    replica_id: str
+    address: str
+    draining: bool
+    num_sessions: int
+    kv_usage: float
+    """0..1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    name: str
+    role: str
+    """draft | target."""
+    model: str
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    version: str
+    target_model: str
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    max_context_tokens: int
+    max_gamma: int
+    pools: tuple[Pool, ...]
+
+
+def read_chunk(message: pb.TokenChunk) -> Chunk:
+    return Chunk(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        details=tuple(_read_detail(detail) for detail in message.details),
+    )
+
+
+def read_usage(message: pb.Usage) -> Usage:
+    return Usage(message.num_prompt_tokens, message.num_output_tokens, message.num_cached_prompt_tokens)
+
+
+def read_stats(message: pb.GenerationStats) -> GenerationStats:
+    return GenerationStats(
+        num_rounds=message.num_rounds,
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
+        accepted_per_position=tuple(message.accepted_per_position),
+        num_target_only_steps=message.num_target_only_steps,
+        ttft_s=message.ttft_s,
+        e2el_s=message.e2el_s,
+        draft_s=message.draft_s,
+        verify_s=message.verify_s,
+        wire_bytes=message.wire_bytes,
+    )
+
+
+def read_finish_reason(value: int) -> str:
+    """The lower-case name of a finish reason; "unspecified" for one this version does not know."""
+    return _FINISH_REASONS.get(value, "unspecified")
+
+
+def read_session(message: pb.GetSessionResponse) -> Session:
+    return Session(
+        session_id=message.session_id,
+        status=message.status,
+        num_tokens=message.num_tokens,
+        token_ids=tuple(message.token_ids),
+        turn=message.turn,
+        expires_in_s=message.expires_in_s,
+        stats=read_stats(message.stats),
+    )
+
+
+def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        target_model=message.target_model,
+        vocabulary_fingerprint=message.vocabulary_fingerprint,
+        vocabulary_size=message.vocabulary_size,
+        max_context_tokens=message.max_context_tokens,
+        max_gamma=message.max_gamma,
+        pools=tuple(Pool(pool.name, pool.role, pool.model, _read_replicas(pool.replicas)) for pool in message.pools),
+    )
+
+
+def _read_replicas(messages: Sequence[pb.ReplicaInfo]) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(replica.replica_id, replica.address, replica.draining, replica.num_sessions, replica.kv_usage)
+        for replica in messages
+    )
+
+
+def _read_detail(message: pb.TokenDetail) -> TokenDetail:
+    return TokenDetail(
+        source=_SOURCES.get(message.source, TokenSource.TARGET),
+        p=message.p,
+        q=message.q,
+        draft_pool=message.draft_pool,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
+        text=message.text,
+    )

@@ -1,0 +1,193 @@
+"""The blocking client: the same calls as `AsyncClient` over gRPC's blocking API. Safe to use from several threads.
+
+Not here: what a message means (`transcript`, `results`, `request`) and when to retry (`recovery`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack, overload
+
+import grpc
+import tenacity
+
+from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early, to_specdec_error
+from specdec.client.request import ChatMessage, GenerateOptions, build_request, build_tokenize_request
+from specdec.client.results import Chunk, Completion, ServerInfo, Session, read_server_info, read_session
+from specdec.client.transcript import Transcript
+from specdec.v1 import coordinator_pb2 as pb
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+
+class Stream(Iterator[Chunk]):
+    """One output as it is made. Iterate it, or call `result()`; leave it by `with`, `close()` or the end.
+
+    On a lost connection, coordinator or lease it reconnects and resumes after the last token it handed over, so that
+    no token is lost or doubled. For one thread at a time, but `close()` may come from any.
+    """
+
+    def __init__(
+        self, open_call: Callable[[pb.GenerateRequest], Any], transcript: Transcript, budgets: Budgets
+    ) -> None:
+        self._open_call = open_call
+        self._transcript = transcript
+        self._recovery = Recovery(budgets)
+        self._retrying = tenacity.Retrying(**self._recovery.tenacity_options())
+        self._call: Any = None
+        self._closed = False
+
+    @property
+    def session_id(self) -> str:
+        return self._transcript.request.session_id
+
+    @property
+    def request_id(self) -> str:
+        return self._transcript.request_id
+
+    def __next__(self) -> Chunk:
+        """The next chunk.
+
+        Raises:
+            SpecdecError: the server refused, or the interruption outlasted its budget.
+        """
+        while not (self._transcript.finished or self._closed):
+            response = self._retrying(self._read)
+            if response is None:
+                break
+            self._recovery.progressed()
+            chunk = self._transcript.accept(response)
+            if chunk is not None:
+                return chunk
+        self.close()
+        raise StopIteration
+
+    def result(self) -> Completion:
+        """Reads what is left and returns the whole output. Raises as iteration does."""
+        for _ in self:
+            pass
+        return self._transcript.completion()
+
+    def close(self) -> None:
+        """Cancels the call where it has not ended; a thread that iterates sees the end. Idempotent."""
+        self._closed = True
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> pb.GenerateResponse | None:
+        """The next message; None once closed."""
+        call = self._call
+        if call is None:
+            call = self._call = self._open_call(self._transcript.next_request())
+        try:
+            return next(call)
+        except StopIteration:
+            self._call = None
+            raise ended_early() from None
+        except grpc.RpcError as error:
+            self._call = None
+            if self._closed:
+                return None
+            raise to_specdec_error(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+
+class Client:
+    """Speaks to a coordinator. Close it, or use it by `with`."""
+
+    def __init__(self, endpoint: str, *, budgets: Budgets | None = None) -> None:
+        """Connects on the first call.
+
+        Args:
+            endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators.
+            budgets: how long to keep trying; the defaults of `Budgets` otherwise.
+        """
+        self._budgets = budgets or Budgets()
+        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._stub = CoordinatorServiceStub(self._channel)
+
+    @overload
+    def generate(
+        self, prompt: str | None = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Stream: ...
+
+    @overload
+    def generate(
+        self, prompt: str | None = None, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+
+    def generate(
+        self, prompt: str | None = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Stream | Completion:
+        """Generates from a prompt, token ids or messages (exactly one), in a new session or the next turn of one.
+
+        Idempotent: the client sends session and request ids of its own, so retries join what they began.
+
+        Args:
+            prompt: text, appended to what the session holds.
+            stream: True returns a `Stream` to iterate; False waits for the `Completion`.
+            options: see `GenerateOptions`.
+
+        Raises:
+            SpecdecError: InvalidRequest here and now for what does not fit a message; a stream raises the rest when
+                it is iterated.
+        """
+        made = Stream(self._stub.Generate, Transcript(build_request(prompt, options)), self._budgets)
+        if stream:
+            return made
+        with made:
+            return made.result()
+
+    def resume(self, session_id: str, resume_from: int, *, provenance: bool = False) -> Stream:
+        """Streams the session's last request from output token `resume_from` on."""
+        request = pb.GenerateRequest(session_id=session_id, resume_from=resume_from, return_provenance=provenance)
+        return Stream(self._stub.Generate, Transcript(request), self._budgets)
+
+    def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
+        """Reads a session's record. Raises NotFound for an unknown one."""
+        request = pb.GetSessionRequest(session_id=session_id, include_token_ids=include_token_ids)
+        return read_session(self._ask(self._stub.GetSession, request))
+
+    def delete_session(self, session_id: str) -> None:
+        """Frees the session everywhere. Idempotent; an unknown id is fine."""
+        self._ask(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
+
+    def tokenize(self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None) -> tuple[int, ...]:
+        """Token ids of a text or a conversation, as `generate` would see them in a new session."""
+        return tuple(self._ask(self._stub.Tokenize, build_tokenize_request(text, messages)).token_ids)
+
+    def info(self) -> ServerInfo:
+        """What is being served, and by which replicas."""
+        return read_server_info(self._ask(self._stub.GetInfo, pb.GetInfoRequest()))
+
+    def close(self) -> None:
+        """Ends every call and the connection. Idempotent."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, method: Callable[..., Any], request: Any) -> Any:
+        def once() -> Any:
+            try:
+                return method(request)
+            except grpc.RpcError as error:
+                raise to_specdec_error(error) from error
+
+        return tenacity.Retrying(**Recovery(self._budgets).tenacity_options())(once)

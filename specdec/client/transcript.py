@@ -1,0 +1,109 @@
+"""What one stream has received so far, and how to ask for the rest: the pure half of a stream that resumes itself.
+
+Not here: calls, clocks, retries (`async_client`, `sync_client` and `recovery`), so that both clients share one
+account of which tokens are whose.
+"""
+
+from __future__ import annotations
+
+from specdec.client.results import (
+    Chunk,
+    Completion,
+    TokenDetail,
+    read_chunk,
+    read_finish_reason,
+    read_stats,
+    read_usage,
+)
+from specdec.errors import Internal
+from specdec.v1 import coordinator_pb2 as pb
+
+
+class Transcript:
+    """The output of one request, chunk by chunk.
+
+    Invariant: tokens [first, num_tokens) were handed to the caller exactly once each, in order; `first` is 0 unless
+    the request itself resumes an earlier one.
+    """
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        """`request` carries a session id and, unless it resumes, a request id of the client's own."""
+        self.request = request
+        self.request_id = request.request_id
+        self._first = request.resume_from
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._details: list[TokenDetail] = []
+        self._finished: pb.Finished | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens the caller holds, those before a resumption included."""
+        return self._first + len(self._token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self._finished is not None
+
+    def next_request(self) -> pb.GenerateRequest:
+        """The message to send now: the original until a token has arrived, then one that resumes after the last.
+
+        The original again is safe, because its request id makes it join or repeat what it began. Resuming before the
+        first token would not be: the server may not have stored this request yet, and "the last request" of the
+        session would be an earlier one.
+        """
+        if not self._token_ids:
+            return self.request
+        return pb.GenerateRequest(
+            session_id=self.request.session_id,
+            request_id=self.request_id,
+            return_provenance=self.request.return_provenance,
+            resume_from=self.num_tokens,
+        )
+
+    def accept(self, response: pb.GenerateResponse) -> Chunk | None:
+        """Takes the next message of the server.
+
+        Returns:
+            A chunk to hand to the caller, or None where there is nothing new to hand over.
+
+        Raises:
+            Internal: the server skipped tokens or answered with half of a chunk that the caller already has.
+        """
+        event = response.WhichOneof("event")
+        if event == "finished":
+            self._finished = response.finished
+            return None
+        if event == "started":
+            self.request_id = response.started.request_id
+        if event != "tokens":
+            return None
+        chunk = read_chunk(response.tokens)
+        end = chunk.index + len(chunk.token_ids)
+        if chunk.index < self.num_tokens and end <= self.num_tokens:
+            return None
+        if chunk.index != self.num_tokens:
+            raise Internal(f"the server sent output tokens {chunk.index} to {end} where {self.num_tokens} was next")
+        self._token_ids.extend(chunk.token_ids)
+        self._texts.append(chunk.text)
+        self._details.extend(chunk.details)
+        return chunk
+
+    def completion(self) -> Completion:
+        """The whole output. Call it once `finished`.
+
+        Raises:
+            Internal: the output has not ended.
+        """
+        if self._finished is None:
+            raise Internal("the output has not ended yet")
+        return Completion(
+            session_id=self.request.session_id,
+            request_id=self.request_id,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            finish_reason=read_finish_reason(self._finished.reason),
+            usage=read_usage(self._finished.usage),
+            stats=read_stats(self._finished.stats),
+            details=tuple(self._details),
+        )
