@@ -1,0 +1,1 @@
+"""gRPC between the services: the wire's codec, links, error statuses and the server every service runs."""

@@ -1,0 +1,75 @@
+"""Token ids, supports and number arrays in protobuf fields: whole-array packing, no loop over entries.
+
+Not here: what the arrays mean in a message (`codec`). Every decoder raises ValueError saying what does not fit; the
+caller knows whose fault that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.types import TokenIds
+from specdec.v1 import draft_pb2
+
+
+def encode_supports(support_ids: Sequence[TokenIds]) -> draft_pb2.Supports:
+    """Packs ascending id lists as sizes and deltas: about 2 bytes an id."""
+    sizes = [len(ids) for ids in support_ids]
+    ids = np.concatenate(support_ids).astype(np.int64)  # [sum(sizes)]
+    deltas = np.diff(ids, prepend=0)
+    starts = np.cumsum([0, *sizes[:-1]])
+    deltas[starts] = ids[starts]
+    return draft_pb2.Supports(sizes=sizes, id_deltas=deltas.tolist())
+
+
+def decode_supports(message: draft_pb2.Supports, num_supports: int) -> tuple[TokenIds, ...]:
+    """The inverse of `encode_supports`. Raises ValueError unless there are `num_supports`, each ascending."""
+    sizes = list(message.sizes)
+    if len(sizes) != num_supports:
+        raise ValueError(f"{len(sizes)} supports where {num_supports} are expected")
+    if not sizes:
+        if len(message.id_deltas):
+            raise ValueError("id_deltas without sizes")
+        return ()
+    deltas = np.array(message.id_deltas, dtype=np.int64)
+    if min(sizes) == 0 or sum(sizes) != len(deltas):
+        raise ValueError(f"sizes {sizes} do not add up to {len(deltas)} ids, or one of them is 0")
+    starts = np.cumsum([0, *sizes[:-1]])
+    inner = np.ones(len(deltas), dtype=bool)
+    inner[starts] = False
+    if np.any(deltas[inner] == 0):
+        raise ValueError("token ids are not ascending")
+    running = np.cumsum(deltas)
+    before = running[starts] - deltas[starts]
+    ids = running - np.repeat(before, sizes)
+    if ids.max() > np.iinfo(np.uint32).max:
+        raise ValueError("a token id is beyond 32 bits")
+    return tuple(split(ids.astype(np.uint32), sizes))
+
+
+def token_ids(values: Sequence[int]) -> TokenIds:
+    """uint32 [n] from a repeated field or any ints below 2^32."""
+    return np.array(values, dtype=np.uint32)
+
+
+def to_bytes(parts: Sequence[Any], dtype: str) -> bytes:
+    """Concatenates arrays into little-endian bytes of `dtype`."""
+    return np.concatenate(parts).astype(dtype, copy=False).tobytes() if parts else b""
+
+
+def from_bytes(content: bytes, dtype: str, count: int, name: str) -> NDArray[Any]:
+    """A read-only view of `count` numbers. Raises ValueError, naming the field, when the length does not fit."""
+    width = np.dtype(dtype).itemsize
+    if len(content) != count * width:
+        raise ValueError(f"{name} has {len(content)} bytes where {count * width} are expected")
+    return np.frombuffer(content, dtype=dtype)
+
+
+def split(values: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
+    """Cuts `values` into consecutive views of the given sizes."""
+    ends = np.cumsum(sizes)
+    return [values[end - size : end] for size, end in zip(sizes, ends, strict=True)]

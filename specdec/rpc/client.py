@@ -1,0 +1,306 @@
+"""Links: how a coordinator calls one draft or target replica.
+
+A link keeps one bidirectional stream open and multiplexes any number of calls on it: what is asked within one turn of
+the event loop travels in one frame, and replies come back in any order. A link dials when first used and again after a
+break; it does not retry calls, because only the round loop knows what a late answer is worth.
+
+Not here: choosing replicas, deadlines, retries (the coordinator). Called by the coordinator, and by tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from specdec.errors import Internal, InvalidRequest, SpecdecError, Unavailable
+from specdec.rpc import codec, status
+from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
+from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+
+#: A frame stops taking items at this size, so that one big item never drags the others past the peer's limit.
+FRAME_BYTES = 1 << 20
+
+_CALL_ID_MODULUS = 1 << 32
+
+_CHANNEL_OPTIONS = (
+    # A peer that vanished without a FIN is noticed after at most 5 s + 2 s.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    # A restarted replica is dialled again soon.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    # Links to different replicas never share a connection, and a link made after a failure starts afresh.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[ReplyT]):
+    """A replica's answer to one call."""
+
+    value: ReplyT
+    wire_bytes: int
+    """Serialised request item plus reply item."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: Any
+    request_bytes: int
+    answer: asyncio.Future[tuple[Any, int]]
+
+
+class _Stream:
+    """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
+
+    def __init__(
+        self, call: Any, frame_of: Callable[[list[Any]], Any], items_of: Callable[[Any], Sequence[Any]], address: str
+    ) -> None:
+        self._call = call
+        self._frame_of = frame_of
+        self._items_of = items_of
+        self._address = address
+        self._pending: dict[int, _Pending] = {}
+        self._outbox: deque[Any] = deque()
+        self._wake = asyncio.Event()
+        self._next_call_id = 0
+        self.closed = False
+        self._task = asyncio.create_task(self._run(), name=f"link {address}")
+
+    def next_call_id(self) -> int:
+        while True:
+            self._next_call_id = (self._next_call_id + 1) % _CALL_ID_MODULUS
+            if self._next_call_id not in self._pending:
+                return self._next_call_id
+
+    async def ask(self, request: Any) -> tuple[Any, int]:
+        """Sends one item; returns its reply item and the bytes of both."""
+        pending = _Pending(request, request.ByteSize(), asyncio.get_running_loop().create_future())
+        self._pending[request.call_id] = pending
+        self._outbox.append(pending)
+        self._wake.set()
+        try:
+            return await pending.answer
+        finally:
+            # A cancelled call is forgotten: unsent, it never leaves; sent, its reply is dropped on arrival.
+            self._pending.pop(request.call_id, None)
+
+    async def close(self) -> None:
+        """Abandons what is pending. Idempotent."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        writer = asyncio.create_task(self._write())
+        reason = f"{self._address}: the link was closed"
+        try:
+            reason = await self._read()
+        finally:
+            self.closed = True
+            writer.cancel()
+            self._call.cancel()
+            self._fail_all(Unavailable(reason))
+
+    async def _read(self) -> str:
+        """Hands out replies until the stream ends; returns why it did."""
+        try:
+            while (frame := await self._call.read()) is not grpc.aio.EOF:
+                for item in self._items_of(frame):
+                    pending = self._pending.get(item.call_id)
+                    if pending is not None and not pending.answer.done():
+                        pending.answer.set_result((item, pending.request_bytes + item.ByteSize()))
+        except grpc.aio.AioRpcError as error:
+            return status.from_rpc_error(error, peer=self._address).message
+        return f"{self._address}: the replica closed the stream"
+
+    async def _write(self) -> None:
+        # The reader sees the same break and says what it was.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while items := self._take():
+                    await self._call.write(self._frame_of(items))
+
+    def _take(self) -> list[Any]:
+        items: list[Any] = []
+        size = 0
+        while self._outbox and (not items or size + self._outbox[0].request_bytes <= FRAME_BYTES):
+            pending = self._outbox.popleft()
+            if not pending.answer.done():
+                items.append(pending.request)
+                size += pending.request_bytes
+        return items
+
+    def _fail_all(self, error: SpecdecError) -> None:
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(error)
+        self._pending.clear()
+        self._outbox.clear()
+
+
+class _Link(Generic[RequestT, ReplyT]):
+    """What both links share. Use from one event loop; any number of calls at once."""
+
+    def __init__(self, address: str, *, max_message_bytes: int = 4 << 20, call_timeout_s: float = 5.0) -> None:
+        """
+        Args:
+            address: HOST:PORT of the replica. Nothing is dialled yet.
+            max_message_bytes: the replica's limit; a larger item is refused here, sparing the others the break.
+            call_timeout_s: for `info` and `release`; streamed calls have no deadline of their own.
+        """
+        self.address = address
+        self._max_message_bytes = max_message_bytes
+        self._call_timeout_s = call_timeout_s
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+        self._stream: _Stream | None = None
+        self._closed = False
+
+    # What a subclass fills in.
+    _stub_type: Callable[[grpc.aio.Channel], Any]
+
+    def _open_call(self, stub: Any) -> Any:
+        raise NotImplementedError
+
+    def _frame_of(self, items: list[Any]) -> Any:
+        raise NotImplementedError
+
+    def _items_of(self, frame: Any) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def _encode(self, request: RequestT, call_id: int) -> Any:
+        raise NotImplementedError
+
+    def _decode(self, message: Any, request: RequestT) -> ReplyT:
+        raise NotImplementedError
+
+    async def _ask(self, request: RequestT) -> Reply[ReplyT]:
+        stream = self._open_stream()
+        message = self._encode(request, stream.next_call_id())
+        if message.ByteSize() > self._max_message_bytes:
+            raise InvalidRequest(
+                f"{self.address}: a request of {message.ByteSize()} bytes; the limit is {self._max_message_bytes}"
+            )
+        item, wire_bytes = await stream.ask(message)
+        if item.status.code:
+            raise status.from_item_status(item.status)
+        try:
+            return Reply(self._decode(item, request), wire_bytes)
+        except Internal as error:
+            raise Internal(f"{self.address}: {error.message}") from error
+
+    def _open_stream(self) -> _Stream:
+        if self._stream is None or self._stream.closed:
+            call = self._open_call(self._dial())
+            self._stream = _Stream(call, self._frame_of, self._items_of, self.address)
+        return self._stream
+
+    def _dial(self) -> Any:
+        if self._closed:
+            raise Unavailable(f"{self.address}: the link is closed")
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+            self._stub = type(self)._stub_type(self._channel)
+        return self._stub
+
+    async def info(self) -> EngineInfo:
+        """Asks the replica what it is.
+
+        Raises:
+            Unavailable: it cannot be reached, or does not answer in time.
+        """
+        message = await self._unary("GetEngineInfo", common_pb2.GetEngineInfoRequest())
+        return codec.decode_engine_info(message)
+
+    async def release(self, session_ids: Sequence[str]) -> None:
+        """Frees sessions' KV on the replica. Idempotent.
+
+        Raises:
+            Unavailable: it cannot be reached, or does not answer in time.
+        """
+        await self._unary("Release", common_pb2.ReleaseRequest(session_ids=session_ids))
+
+    async def _unary(self, method: str, request: Any) -> Any:
+        try:
+            return await getattr(self._dial(), method)(request, timeout=self._call_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise status.from_rpc_error(error, peer=self.address) from error
+
+    async def close(self) -> None:
+        """Fails what is pending with Unavailable and hangs up. Idempotent; the link cannot be used afterwards."""
+        self._closed = True
+        if self._stream is not None:
+            await self._stream.close()
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class DraftLink(_Link[ProposeRequest, Proposal]):
+    """The link to one draft replica."""
+
+    _stub_type = draft_pb2_grpc.DraftServiceStub
+
+    async def propose(self, request: ProposeRequest) -> Reply[Proposal]:
+        """Asks for draft tokens. Idempotent by (session, epoch, round) and digest, so it may be repeated.
+
+        Cancelling forgets the call and disturbs no other; the replica may still finish it.
+
+        Raises:
+            Unavailable: the replica cannot be reached or broke off; at once, for every call pending on it.
+            Internal: its answer does not fit the request.
+            SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
+        """
+        return await self._ask(request)
+
+    def _open_call(self, stub: Any) -> Any:
+        return stub.Propose()
+
+    def _frame_of(self, items: list[Any]) -> draft_pb2.ProposeFrame:
+        return draft_pb2.ProposeFrame(requests=items)
+
+    def _items_of(self, frame: draft_pb2.ProposalFrame) -> Sequence[draft_pb2.Proposal]:
+        return frame.proposals
+
+    def _encode(self, request: ProposeRequest, call_id: int) -> draft_pb2.ProposeRequest:
+        return codec.encode_propose_request(request, call_id)
+
+    def _decode(self, message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
+        return codec.decode_proposal(message, request)
+
+
+class TargetLink(_Link[VerifyRequest, Verification]):
+    """The link to one target replica."""
+
+    _stub_type = target_pb2_grpc.TargetServiceStub
+
+    async def verify(self, request: VerifyRequest) -> Reply[Verification]:
+        """Asks for p at the draft's positions. Idempotent, cancelled and failing as `DraftLink.propose`."""
+        return await self._ask(request)
+
+    def _open_call(self, stub: Any) -> Any:
+        return stub.Verify()
+
+    def _frame_of(self, items: list[Any]) -> target_pb2.VerifyFrame:
+        return target_pb2.VerifyFrame(requests=items)
+
+    def _items_of(self, frame: target_pb2.VerificationFrame) -> Sequence[target_pb2.Verification]:
+        return frame.verifications
+
+    def _encode(self, request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:
+        return codec.encode_verify_request(request, call_id)
+
+    def _decode(self, message: target_pb2.Verification, request: VerifyRequest) -> Verification:
+        return codec.decode_verification(message, request)

@@ -1,0 +1,134 @@
+"""The `Round` and `LawParams` messages that both links share, and the checks of what arrives in them.
+
+A value out of range is InvalidRequest naming the field and its limit. Called by `codec` alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+from specdec.errors import InvalidRequest
+from specdec.rpc.arrays import token_ids
+from specdec.types import DrawRule, EngineInfo, LawParams, Round, TokenIds
+from specdec.v1 import common_pb2
+
+_HASH_BYTES = 16
+_MAX_SESSION_ID_BYTES = 256
+
+
+def encode_round(round_: Round) -> common_pb2.Round:
+    law = round_.law
+    return common_pb2.Round(
+        session_id=round_.session_id,
+        epoch=round_.epoch,
+        round_id=round_.round_id,
+        start=round_.start,
+        prefix_hash=round_.prefix_hash,
+        token_ids=round_.token_ids.tolist(),
+        law=common_pb2.LawParams(
+            temperature=law.temperature,
+            top_p=law.top_p if law.top_p != 1.0 else 0.0,  # 1 is off, and off is the wire's zero
+            top_k=law.top_k,
+            min_p=law.min_p,
+            repetition_penalty=law.repetition_penalty if law.repetition_penalty != 1.0 else 0.0,
+            presence_penalty=law.presence_penalty,
+            frequency_penalty=law.frequency_penalty,
+            logit_bias=law.logit_bias,
+            min_new_tokens=law.min_new_tokens,
+            end_token_ids=law.end_token_ids,
+        ),
+        seed=round_.seed,
+        turn=round_.turn,
+        output_start=round_.output_start,
+        draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
+    )
+
+
+def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
+    session_id_bytes = len(message.session_id.encode())
+    require(
+        0 < session_id_bytes <= _MAX_SESSION_ID_BYTES,
+        "round.session_id",
+        f"must be 1 to {_MAX_SESSION_ID_BYTES} bytes, not {session_id_bytes}",
+    )
+    require(
+        len(message.prefix_hash) == _HASH_BYTES,
+        "round.prefix_hash",
+        f"must be {_HASH_BYTES} bytes, not {len(message.prefix_hash)}",
+    )
+    committed = token_ids(message.token_ids)
+    require(len(committed) > 0, "round.token_ids", "must hold at least one token")
+    require_vocabulary("round.token_ids", committed, limits)
+    committed_len = message.start + len(committed)
+    require_context(committed_len, limits)
+    require(
+        message.output_start <= committed_len,
+        "round.output_start",
+        f"is {message.output_start}, beyond the {committed_len} committed tokens",
+    )
+    require(int(message.draw_rule) in (DrawRule.LAW, DrawRule.COUPLED), "round.draw_rule", "must be LAW or COUPLED")
+    return Round(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        round_id=message.round_id,
+        start=message.start,
+        prefix_hash=message.prefix_hash,
+        token_ids=committed,
+        law=_decode_law(message.law, limits),
+        seed=message.seed,
+        turn=message.turn,
+        output_start=message.output_start,
+        draw_rule=DrawRule(message.draw_rule),
+    )
+
+
+def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
+    law = LawParams(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        min_new_tokens=message.min_new_tokens,
+        end_token_ids=tuple(message.end_token_ids),
+    )
+    # Written so that NaN fails every comparison.
+    require(0.0 <= law.temperature < math.inf, "round.law.temperature", "must be finite and at least 0")
+    require(0.0 < law.top_p <= 1.0, "round.law.top_p", f"must be in (0, 1], not {law.top_p}")
+    require(0.0 <= law.min_p < 1.0, "round.law.min_p", f"must be in [0, 1), not {law.min_p}")
+    require(0.0 < law.repetition_penalty < math.inf, "round.law.repetition_penalty", "must be finite and above 0")
+    require(math.isfinite(law.presence_penalty), "round.law.presence_penalty", "must be finite")
+    require(math.isfinite(law.frequency_penalty), "round.law.frequency_penalty", "must be finite")
+    for token_id, bias in law.logit_bias.items():
+        require(token_id < limits.vocabulary_size, "round.law.logit_bias", f"token id {token_id} is not in the model")
+        require(bias < math.inf, "round.law.logit_bias", f"the bias of token {token_id} must be below infinity")
+    return law
+
+
+def uses_supports(round_: Round) -> bool:
+    """Whether laws travel in this round; greedy and coupled rounds carry token ids alone."""
+    return round_.draw_rule is DrawRule.LAW and not round_.law.is_greedy
+
+
+def require(holds: bool, field: str, message: str, *, reason: str = "") -> None:
+    if not holds:
+        raise InvalidRequest(f"{field}: {message}", field=field, reason=reason)
+
+
+def require_vocabulary(field: str, ids: TokenIds, limits: EngineInfo) -> None:
+    if len(ids) and ids.max() >= limits.vocabulary_size:
+        raise InvalidRequest(
+            f"{field}: token id {ids.max()} is outside the vocabulary of {limits.vocabulary_size}", field=field
+        )
+
+
+def require_context(num_tokens: int, limits: EngineInfo) -> None:
+    require(
+        num_tokens <= limits.max_context_tokens,
+        "round.token_ids",
+        f"{num_tokens} tokens are more than the context of {limits.max_context_tokens}",
+        reason="CONTEXT_TOO_LONG",
+    )

@@ -1,0 +1,146 @@
+"""The error tree on the wire: SpecdecError <-> google.rpc.Status with details <-> per-item `ItemStatus`.
+
+Details follow the Google API guide (AIP-193): ErrorInfo (reason, domain `specdec`), BadRequest for the field at fault,
+RetryInfo where retrying helps. Not here: deciding what is an error. Called by interceptors, links, servicers and the
+client SDK.
+"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from specdec import errors
+from specdec.errors import SpecdecError
+from specdec.v1 import common_pb2
+
+#: Trailing metadata key of the serialised google.rpc.Status.
+DETAILS_KEY = "grpc-status-details-bin"
+
+_BY_REASON: dict[str, type[SpecdecError]] = {
+    "INVALID_REQUEST": errors.InvalidRequest,
+    "CONTEXT_TOO_LONG": errors.InvalidRequest,
+    "NO_CHAT_TEMPLATE": errors.InvalidRequest,
+    "SESSION_NOT_FOUND": errors.NotFound,
+    "POOL_NOT_FOUND": errors.NotFound,
+    "SESSION_BUSY": errors.SessionBusy,
+    "VOCABULARY_MISMATCH": errors.VocabularyMismatch,
+    "KV_MISS": errors.KvMiss,
+    "SESSION_LOST": errors.SessionLost,
+    "STALE_EPOCH": errors.StaleEpoch,
+    "LEASE_LOST": errors.LeaseLost,
+    "QUEUE_FULL": errors.ResourceExhausted,
+    "KV_EXHAUSTED": errors.ResourceExhausted,
+    "QUOTA_EXCEEDED": errors.ResourceExhausted,
+    "REPLICA_UNAVAILABLE": errors.Unavailable,
+    "STORE_UNAVAILABLE": errors.Unavailable,
+    "DRAINING": errors.Unavailable,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "FORBIDDEN": errors.Forbidden,
+    "UNSUPPORTED": errors.Unsupported,
+    "INTERNAL": errors.Internal,
+}
+
+# Statuses that carry no ErrorInfo come from gRPC itself or from a proxy.
+_BY_CODE: dict[str, type[SpecdecError]] = {
+    "INVALID_ARGUMENT": errors.InvalidRequest,
+    "OUT_OF_RANGE": errors.InvalidRequest,
+    "NOT_FOUND": errors.NotFound,
+    "RESOURCE_EXHAUSTED": errors.ResourceExhausted,
+    "UNAVAILABLE": errors.Unavailable,
+    "DEADLINE_EXCEEDED": errors.Unavailable,
+    "CANCELLED": errors.Unavailable,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.Forbidden,
+    "UNIMPLEMENTED": errors.Unsupported,
+    "DATA_LOSS": errors.SessionLost,
+}
+
+
+def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status:
+    """Builds the status with all its details; `request_id` is told to the caller for matching logs."""
+    metadata = {"request_id": request_id} if request_id else {}
+    if isinstance(error, errors.KvMiss):
+        metadata["have"] = str(error.have)
+    details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=errors.DOMAIN, metadata=metadata)]
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=error.message)
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> SpecdecError:
+    """Rebuilds the error that `to_status` was given; a status of foreign origin is mapped by its code."""
+    reason, field, retry_after_s, have = "", "", None, 0
+    for detail in status.details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            error_info = error_details_pb2.ErrorInfo.FromString(detail.value)
+            if error_info.domain == errors.DOMAIN:
+                reason = error_info.reason
+                have = int(error_info.metadata.get("have", "0"))
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad_request = error_details_pb2.BadRequest.FromString(detail.value)
+            field = next((violation.field for violation in bad_request.field_violations), "")
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry_after_s = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
+    return _build(status.code, reason, status.message, field=field, retry_after_s=retry_after_s, have=have)
+
+
+def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:
+    """Maps what a gRPC call raised back to the tree; `peer` is named in errors that gRPC itself made."""
+    if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        return errors.Internal(str(error))
+    status = _carried_status(error)
+    if status is not None:
+        return from_status(status)
+    details = error.details() or ""
+    message = f"{peer}: {details}" if peer else details
+    if "message larger than max" in details:
+        return errors.InvalidRequest(message)  # gRPC calls it RESOURCE_EXHAUSTED, but no retry can help
+    return _build(error.code().value[0], "", message)
+
+
+def _carried_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY:
+            return status_pb2.Status.FromString(value)
+    return None
+
+
+def trailing_metadata(status: status_pb2.Status) -> tuple[tuple[str, bytes], ...]:
+    """The metadata that carries a status's details to the caller."""
+    return tuple(rpc_status.to_status(status).trailing_metadata)
+
+
+def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
+    """The error of one item of a frame."""
+    have = error.have if isinstance(error, errors.KvMiss) else 0
+    code = code_pb2.Code.Value(error.code)
+    return common_pb2.ItemStatus(code=code, reason=error.reason, message=error.message, have=have)
+
+
+def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
+    """The inverse of `to_item_status`; an unknown reason becomes the code's class."""
+    return _build(status.code, status.reason, status.message, have=status.have)
+
+
+def _build(
+    code: int, reason: str, message: str, *, field: str = "", retry_after_s: float | None = None, have: int = 0
+) -> SpecdecError:
+    known = _BY_REASON.get(reason)
+    if known is errors.KvMiss:
+        return errors.KvMiss(message, have=have)
+    name = code_pb2.Code.Name(code) if code in code_pb2.Code.values() else "INTERNAL"
+    error_type = known or _BY_CODE.get(name, errors.Internal)
+    return error_type(message, reason=reason if known else "", field=field, retry_after_s=retry_after_s)
