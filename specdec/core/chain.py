@@ -1,0 +1,84 @@
+"""Chain hashes: what a replica holds at a position, in 16 bytes.
+
+The hash of a token prefix is chained block by block (`BLOCK_TOKENS` tokens each), the partial last block on top of the
+last full one, so the hash at every block boundary is also the key of that KV block. Not a store of KV, nor an index of
+it. Called by the coordinator (what it believes) and by both engines (what they hold); docs/protocol.md section 5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.types import BLOCK_TOKENS, TokenIds
+
+#: Bytes of every chain hash.
+HASH_BYTES = 16
+
+_BLOCK_BYTES = BLOCK_TOKENS * 4
+
+
+def _link(previous: bytes, packed_token_ids: bytes | bytearray) -> bytes:
+    return hashlib.blake2b(previous + packed_token_ids, digest_size=HASH_BYTES, person=b"specdec-chain").digest()
+
+
+_EMPTY = _link(b"", b"")
+
+
+class ChainHasher:
+    """A token sequence that knows its chain hash at every length. Not thread-safe.
+
+    Args:
+        token_ids: uint32 ids to begin with.
+    """
+
+    def __init__(self, token_ids: TokenIds | Sequence[int] = ()) -> None:
+        self._packed = bytearray()  # uint32 little-endian
+        self._block_hashes: list[bytes] = []
+        self.extend(token_ids)
+
+    def __len__(self) -> int:
+        return len(self._packed) // 4
+
+    def extend(self, token_ids: TokenIds | Sequence[int]) -> None:
+        """Appends tokens."""
+        self._packed += np.asarray(token_ids, dtype="<u4").tobytes()
+        for block_index in range(len(self._block_hashes), len(self._packed) // _BLOCK_BYTES):
+            start = block_index * _BLOCK_BYTES
+            self._block_hashes.append(_link(self._before(block_index), self._packed[start : start + _BLOCK_BYTES]))
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from position `length` on; a no-op where there are none."""
+        if length < 0:
+            raise ValueError(f"length {length} is negative")
+        del self._packed[length * 4 :]
+        del self._block_hashes[length // BLOCK_TOKENS :]
+
+    def at(self, length: int) -> bytes:
+        """Chain hash of the first `length` tokens, 16 bytes.
+
+        Raises:
+            ValueError: `length` is negative or beyond the sequence.
+        """
+        if not 0 <= length <= len(self):
+            raise ValueError(f"length {length} is outside 0..{len(self)}")
+        num_blocks, num_left = divmod(length, BLOCK_TOKENS)
+        before = self._before(num_blocks)
+        if num_left == 0:
+            return before
+        start = num_blocks * _BLOCK_BYTES
+        return _link(before, self._packed[start : start + num_left * 4])
+
+    def block_hash(self, block_index: int) -> bytes:
+        """Chain hash of tokens[0 : (block_index + 1) * BLOCK_TOKENS]; the block must be full."""
+        return self._block_hashes[block_index]
+
+    def _before(self, block_index: int) -> bytes:
+        return self._block_hashes[block_index - 1] if block_index else _EMPTY
+
+
+def chain_hash(token_ids: TokenIds | Sequence[int]) -> bytes:
+    """Chain hash of a whole token sequence, 16 bytes; equals `ChainHasher(token_ids).at(len(token_ids))`."""
+    return ChainHasher(token_ids).at(len(token_ids))

@@ -1,0 +1,51 @@
+"""Coupled and greedy rounds: both sides choose by themselves, and the target's choice is always what is emitted.
+
+Gumbel coupling (Daliri, Musco, Ramesh 2024, arXiv:2408.07978): draft and target take argmax(log law + noise) with
+noise keyed by seed, turn, absolute position and token id, so similar laws choose alike, and the output depends on seed
+and target alone. Greedy is the same with one-hot laws. No q travels. Called by the coordinator (`verify_choices`);
+engines choose with the torch twin of `coupled_choice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.core.random import gumbel_noise
+from specdec.core.rejection import Decision, sources_of
+from specdec.types import TokenIds
+
+
+def coupled_choice(law: NDArray[np.float64], seed: int, turn: int, position: int) -> int:
+    """The token that a law (float64 [V]) chooses at an absolute position; distributed as the law over seeds."""
+    support = np.flatnonzero(law)
+    scores = np.log(law[support]) + gumbel_noise(seed, turn, position, support.astype(np.uint32))
+    return int(support[np.argmax(scores)])
+
+
+def verify_choices(
+    draft_token_ids: TokenIds | Sequence[int],
+    choice_token_ids: TokenIds | Sequence[int],
+    choice_probabilities: NDArray[np.float64] | Sequence[float],
+) -> Decision:
+    """Accepts draft tokens while they equal the target's own choices, and ends with the target's.
+
+    Args:
+        draft_token_ids: L tokens.
+        choice_token_ids: L + 1 tokens: the target's choice at each position of the drafted path.
+        choice_probabilities: p of each choice.
+    """
+    num_accepted = 0
+    for draft_token_id, choice_token_id in zip(draft_token_ids, choice_token_ids, strict=False):
+        if int(draft_token_id) != int(choice_token_id):
+            break
+        num_accepted += 1
+    return Decision(
+        num_accepted=num_accepted,
+        token_ids=tuple(int(token_id) for token_id in choice_token_ids[: num_accepted + 1]),
+        sources=sources_of(len(draft_token_ids), num_accepted),
+        p=tuple(float(probability) for probability in choice_probabilities[: num_accepted + 1]),
+        q=(0.0,) * (num_accepted + 1),
+    )

@@ -1,0 +1,160 @@
+"""Counter-based randomness: every draw is a function of its key, nothing else (docs/protocol.md section 4).
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), key = request seed, counter = (turn,
+committed length at the round's start, index in the round, stream). Not a generator: there is no state to share, save or
+lose. Called wherever a token is drawn; `specdec.engine.sampling` runs the same rounds on int64 tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.types import TokenIds
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+#: Resolution of uniforms. With 52 bits `k + 1/2` still has an exact float64, so a uniform is never 0 nor 1.
+UNIFORM_BITS = 52
+
+
+class Stream(IntEnum):
+    """What a draw is for: the last counter word, so that no two purposes ever share a random number."""
+
+    PROPOSE = 0
+    """The draft's tokens."""
+    ACCEPT = 1
+    """Acceptance of draft tokens."""
+    RESIDUAL = 2
+    """The corrected token."""
+    TAIL = 3
+    """z, the target's draw outside the support."""
+    BONUS = 4
+    """The bonus token."""
+    COUPLED = 5
+    """Gumbel noise, keyed by position and token id instead of round and index."""
+
+
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """Ten rounds of Philox4x32.
+
+    Works alike on int, uint64 arrays and int64 tensors (whose products wrap, which the masks undo), also mixed.
+
+    Args:
+        counter: four 32-bit words.
+        key: two 32-bit words.
+
+    Returns:
+        Four random 32-bit words, of the widest type and shape that went in.
+
+    Source: Salmon et al. 2011, section 3.3; constants and known answers from Random123.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0 = (k0 + _KEY_STEPS[0]) & _MASK
+        k1 = (k1 + _KEY_STEPS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A 64-bit seed as Philox key words, low word first."""
+    return seed & _MASK, (seed >> 32) & _MASK
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """The key of one round's draws.
+
+    The round's start belongs in it: block verification looks at draws it then discards, and meeting them again at the
+    same position of the next round would condition the future on a rejection.
+    """
+
+    seed: int
+    """[0, 2^64)."""
+    turn: int
+    """Turn ordinal in the session."""
+    committed_len: int
+    """Committed tokens when the round starts."""
+
+    def _words(self, index: int, stream: Stream) -> tuple[int, int, int, int]:
+        return philox4x32((self.turn, self.committed_len, index, int(stream)), seed_words(self.seed))
+
+    def uniform(self, index: int, stream: Stream) -> float:
+        """A uniform in the open interval (0, 1), on a grid of 2^52 points."""
+        high, low, _, _ = self._words(index, stream)
+        return float(((high << 20) | (low >> 12)) + 0.5) * 2.0**-UNIFORM_BITS
+
+    def uint31(self, index: int, stream: Stream) -> int:
+        """A uniform integer below 2^31."""
+        return int(self._words(index, stream)[0] >> 1)
+
+    def below(self, n: int, index: int, stream: Stream) -> int:
+        """A uniform integer below `n`, 1 <= n <= 2^62; any range of outcomes is off by at most 2^-64."""
+        high, low, _, _ = self._words(index, stream)
+        return int((((high << 32) | low) * n) >> 64)
+
+    def tail_uniforms(self, num_draft_tokens: int) -> list[float]:
+        """The uniforms of a round's L + 1 law rows: z at the draft positions, then the bonus token."""
+        tails = [self.uniform(index, Stream.TAIL) for index in range(num_draft_tokens)]
+        return [*tails, self.uniform(num_draft_tokens, Stream.BONUS)]
+
+
+def gumbel_noise(seed: int, turn: int, position: int, token_ids: TokenIds) -> NDArray[np.float64]:
+    """Standard Gumbel noise keyed by (seed, turn, absolute position, token id).
+
+    One Philox block serves two neighbouring ids: words 0 and 1 the even one, 2 and 3 the odd one.
+
+    Returns:
+        float64 [n], finite.
+    """
+    ids = np.asarray(token_ids, dtype=np.uint64)
+    words = philox4x32((turn, position, ids >> np.uint64(1), int(Stream.COUPLED)), seed_words(seed))
+    is_odd = (ids & np.uint64(1)).astype(bool)
+    high = np.where(is_odd, words[2], words[0])
+    low = np.where(is_odd, words[3], words[1])
+    bits = (high << np.uint64(20)) | (low >> np.uint64(12))
+    uniforms = (bits.astype(np.float64) + 0.5) * 2.0**-UNIFORM_BITS
+    noise: NDArray[np.float64] = -np.log(-np.log(uniforms))
+    return noise
+
+
+def index_at(weights: NDArray[np.integer[Any]], point: int) -> int:
+    """The outcome that an integer point falls on: outcome i owns `weights[i]` of the integers below the sum."""
+    return int(np.searchsorted(np.cumsum(weights, dtype=np.int64), point, side="right"))
+
+
+def index_at_mass(weights: NDArray[np.float64], point: float) -> int:
+    """The outcome that a point in [0, sum of weights) falls on; never one of weight 0, whatever was rounded."""
+    reach = np.cumsum(weights, dtype=np.float64)
+    return int(np.searchsorted(reach, min(point, np.nextafter(reach[-1], 0.0)), side="right"))
+
+
+def locate_uniform(weights: NDArray[np.float64], uniform: float) -> tuple[int, float]:
+    """The outcome that a uniform falls on, in proportion to float64 weights, and how far into its weight it lies.
+
+    The weights must be non-negative with a positive sum; an outcome of weight 0 is never the answer.
+    """
+    reach = np.cumsum(weights, dtype=np.float64)
+    point = uniform * float(reach[-1])
+    index = index_at_mass(weights, point)
+    return index, point - float(reach[index - 1]) if index else point
+
+
+def index_at_uniform(weights: NDArray[np.float64], uniform: float) -> int:
+    """The outcome alone of `locate_uniform`."""
+    return locate_uniform(weights, uniform)[0]

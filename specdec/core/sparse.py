@@ -1,0 +1,99 @@
+"""The sparse wire: laws as integers over a small support (docs/protocol.md section 3).
+
+The draft cuts its law to a support of uint16 weights and draws from exactly those; the target answers p over that
+support and "the rest" as uint32 weights that sum to 2^31, with one token drawn from outside. Not the encoding (that is
+`specdec.rpc.codec`) and not the decision (`rejection`, `block`). `support_of_likeliest` and `integer_weights` are
+shared with the torch twins; the rest is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.core.random import DrawKey, Stream, index_at, index_at_uniform
+from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds
+
+#: Vocabularies up to this size may send their whole law: cutting costs them acceptance, and bytes are few.
+#: It also bounds W below 2^31, so that every product of the integer rule fits 62 bits.
+MAX_SUPPORT = 1 << 15
+
+#: Support entries of larger vocabularies.
+LARGE_VOCABULARY_SUPPORT = 64
+
+#: Law mass a support should cover.
+DEFAULT_COVERAGE = 0.99
+
+_MAX_WEIGHT = (1 << 16) - 1
+
+
+def default_s_max(vocabulary_size: int) -> int:
+    """Most entries of a support for a vocabulary of this size."""
+    return LARGE_VOCABULARY_SUPPORT if vocabulary_size > MAX_SUPPORT else vocabulary_size
+
+
+def cut_support(law: NDArray[np.float64], s_max: int, coverage: float = DEFAULT_COVERAGE) -> tuple[Support, float]:
+    """Cuts a law to the fewest likeliest tokens that cover `coverage`, at most `s_max`, in integer weights.
+
+    Looks at the law only, so it is exact whatever is drawn afterwards. Ties go to the lower id.
+
+    Args:
+        law: float64 [V], sums to 1.
+        s_max: 1..MAX_SUPPORT.
+        coverage: (0, 1].
+
+    Returns:
+        The support, and the law mass outside it (0..1).
+    """
+    likeliest = np.argsort(-law, kind="stable")[:s_max]
+    return support_of_likeliest(likeliest, law[likeliest], coverage)
+
+
+def support_of_likeliest(
+    token_ids: NDArray[np.int64], masses: NDArray[np.float64], coverage: float
+) -> tuple[Support, float]:
+    """The support among candidates given likeliest first; `masses` float64 [K] beside `token_ids` int64 [K]."""
+    size = int(np.searchsorted(np.cumsum(masses), coverage)) + 1
+    masses = masses[:size]
+    weights = np.rint(masses / masses[0] * _MAX_WEIGHT).astype(np.uint16)
+    # The candidates descend, so those that rounded to 0 are the last.
+    kept = int(np.count_nonzero(weights))
+    ascending = np.argsort(token_ids[:kept])
+    support = Support(token_ids=token_ids[ascending].astype(np.uint32), weights=weights[ascending])
+    return support, max(0.0, 1.0 - float(masses[:kept].sum()))
+
+
+def draw_from_support(support: Support, key: DrawKey, index: int) -> int:
+    """Draws the draft token at `index` of the round, from exactly the weights that will travel."""
+    point = key.below(int(support.weights.sum(dtype=np.int64)), index, Stream.PROPOSE)
+    return int(support.token_ids[index_at(support.weights, point)])
+
+
+def law_row(law: NDArray[np.float64], support_ids: TokenIds | Sequence[int], tail_uniform: float) -> LawRow:
+    """p seen through a support: integer weights on it, the rest, and one token drawn from the rest.
+
+    Args:
+        law: float64 [V], sums to 1.
+        support_ids: ascending ids of S; empty at the bonus position, where z is a draw of p itself.
+        tail_uniform: (0, 1), decides z.
+    """
+    ids = np.asarray(support_ids, dtype=np.int64)
+    outside = law.copy()
+    outside[ids] = 0.0
+    weights = integer_weights(law[ids], float(outside.sum()))
+    if weights[-1] == 0:
+        return LawRow(weights=weights, tail_token_id=-1, tail_probability=0.0)
+    tail_token_id = index_at_uniform(outside, tail_uniform)
+    return LawRow(weights=weights, tail_token_id=tail_token_id, tail_probability=float(law[tail_token_id]))
+
+
+def integer_weights(on_support: NDArray[np.float64], rest: float) -> NDArray[np.uint32]:
+    """Masses on a support (float64 [S]) and outside it as uint32 [S + 1] that sum to exactly 2^31.
+
+    Each is rounded to nearest and the remainder goes to the largest, so a rest of exactly 0 stays exactly 0.
+    """
+    weights = np.rint(np.append(on_support, rest) * LAW_TOTAL).astype(np.int64)
+    weights[np.argmax(weights)] += LAW_TOTAL - weights.sum()
+    return np.asarray(weights, dtype=np.uint32)

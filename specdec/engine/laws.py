@@ -1,0 +1,241 @@
+"""Logits to laws, batched over the rows of a step: the torch twin of `specdec.core.filters`.
+
+Takes the logits of one whole step (`[R, V]`, any device); rows whose filters are neutral cost a softmax, and sorting
+happens on the likeliest few tokens unless the law itself is wider. Everything is float64 but the plain greedy choice.
+Not here: drawing (`specdec.engine.sampling`). Called by the proposer and the verifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specdec.types import LawParams
+
+#: Candidates a top-p cut looks at before it sorts the whole row.
+_FIRST_CANDIDATES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LawContext:
+    """What a row's law depends on besides its logits."""
+
+    law: LawParams
+    history: Sequence[int]
+    """All session tokens before the row's position, draft tokens included."""
+    output_start: int
+    """Position of this turn's first output token."""
+
+    @property
+    def masks_end(self) -> bool:
+        law = self.law
+        return bool(law.end_token_ids) and len(self.history) - self.output_start < law.min_new_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias, penalties or the mask touch this row at all."""
+        return bool(self.law.logit_bias) or self.law.uses_history or self.masks_end
+
+
+def greedy_choices(logits: torch.Tensor, contexts: Sequence[LawContext]) -> list[int]:
+    """The likeliest token of each row after bias, penalties and masks; ties go to the lower id.
+
+    Args:
+        logits: float32 [R, V].
+        contexts: R contexts; temperature, top-k, top-p and min-p cannot change the answer and are not looked at.
+    """
+    choices: list[int] = logits.argmax(dim=-1).tolist()
+    touched = [row for row, context in enumerate(contexts) if context.changes_logits]
+    if touched:
+        scores = logits[touched].to(torch.float64)  # [N, V]
+        _process_logits(scores, [contexts[row] for row in touched])
+        for row, choice in zip(touched, scores.argmax(dim=-1).tolist(), strict=True):
+            choices[row] = choice
+    return choices
+
+
+def filtered_laws(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch.Tensor:
+    """The law of each row; the batched `specdec.core.filters.filtered_law`.
+
+    Args:
+        logits: float32 [R, V]; not changed.
+        contexts: R contexts.
+
+    Returns:
+        float64 [R, V], rows sum to 1; one-hot where greedy.
+    """
+    scores = logits.to(torch.float64, copy=True)  # [R, V]
+    _process_logits(scores, contexts)
+    params = [context.law for context in contexts]
+    greedy = [row for row, law in enumerate(params) if law.is_greedy]
+    dense = [row for row, law in enumerate(params) if not law.is_greedy and law.top_k == 0 and law.top_p >= 1.0]
+    cut = sorted(set(range(len(params))) - set(greedy) - set(dense))
+    if len(dense) == len(params):
+        return _dense_laws(scores, params)
+    laws = torch.zeros_like(scores)
+    if greedy:
+        laws[greedy, scores[greedy].argmax(dim=-1)] = 1.0
+    if dense:
+        laws[dense] = _dense_laws(scores[dense], [params[row] for row in dense])
+    if cut:
+        laws[cut] = _cut_laws(scores[cut], [params[row] for row in cut])
+    return laws
+
+
+def _process_logits(scores: torch.Tensor, contexts: Sequence[LawContext]) -> None:
+    """Adds bias, applies penalties and the min_new_tokens mask, in place; `scores` float64 [R, V]."""
+    biased = [(row, c.law.logit_bias) for row, c in enumerate(contexts) if c.law.logit_bias]
+    if biased:
+        where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
+        scores[where] += _column(scores, chain.from_iterable(bias.values() for _, bias in biased))
+    repeated = [
+        (row, np.unique(np.asarray(c.history, dtype=np.int64)), c.law.repetition_penalty)
+        for row, c in enumerate(contexts)
+        if c.law.repetition_penalty != 1.0 and len(c.history)
+    ]
+    if repeated:
+        where = row_and_column(scores, [(row, seen) for row, seen, _ in repeated])
+        penalty = _column(scores, np.concatenate([np.full(len(seen), value) for _, seen, value in repeated]))
+        values = scores[where]
+        scores[where] = torch.where(values < 0, values * penalty, values / penalty)
+    counted = [
+        (row, c.law, *np.unique(np.asarray(c.history[c.output_start :], dtype=np.int64), return_counts=True))
+        for row, c in enumerate(contexts)
+        if c.law.presence_penalty != 0.0 or c.law.frequency_penalty != 0.0
+    ]
+    if counted:
+        where = row_and_column(scores, [(row, emitted) for row, _, emitted, _ in counted])
+        scores[where] -= _column(
+            scores, np.concatenate([law.presence_penalty + law.frequency_penalty * n for _, law, _, n in counted])
+        )
+    masked = [(row, c.law.end_token_ids) for row, c in enumerate(contexts) if c.masks_end]
+    if masked:
+        where = row_and_column(scores, masked)
+        before = scores[where]
+        scores[where] = -torch.inf
+        # A mask that would leave no token at all is not applied.
+        is_empty = scores.amax(dim=-1) == -torch.inf  # [R]
+        scores[where] = torch.where(is_empty[where[0]], before, scores[where])
+
+
+def row_and_column(
+    scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.int64]]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column indices of many (row, ids), for one gather or scatter."""
+    pairs = list(ids_by_row)
+    rows = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
+    columns = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in pairs])
+    return torch.as_tensor(rows, device=scores.device), torch.as_tensor(columns, device=scores.device)
+
+
+def _column(scores: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
+    """float64 values, one a row or an entry, beside `scores`."""
+    return torch.tensor(list(values), dtype=torch.float64, device=scores.device)
+
+
+def _weights(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor:
+    """exp(logit / T) with the likeliest at exactly 1; overwrites `scores` (float64 [N, V]) and returns it."""
+    scores -= scores.amax(dim=-1, keepdim=True)
+    if any(law.temperature != 1.0 for law in params):
+        scores /= _column(scores, (law.temperature for law in params))[:, None]
+    return scores.exp_()
+
+
+def _apply_min_p(weights: torch.Tensor, params: Sequence[LawParams]) -> None:
+    """Drops weights (float64 [N, K], the largest 1) below min_p, in place."""
+    if any(law.min_p > 0.0 for law in params):
+        weights[weights < _column(weights, (law.min_p for law in params))[:, None]] = 0.0
+
+
+def _dense_laws(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor:
+    """Laws of rows with neither top-k nor top-p: no sorting; overwrites `scores` (float64 [N, V])."""
+    weights = _weights(scores, params)
+    _apply_min_p(weights, params)
+    return weights.div_(weights.sum(dim=-1, keepdim=True))
+
+
+def _cut_laws(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor:
+    """Laws of rows with top-k or top-p, made from their likeliest tokens alone; `scores` float64 [N, V]."""
+    num_tokens = scores.shape[-1]
+    laws = torch.zeros_like(scores)
+    limited = [row for row, law in enumerate(params) if 0 < law.top_k < num_tokens]
+    nucleus = [row for row, law in enumerate(params) if not 0 < law.top_k < num_tokens]
+    if limited:
+        _cut_rows(laws, scores, params, limited, max(params[row].top_k for row in limited))
+    if nucleus:
+        totals = _weights(scores[nucleus], [params[row] for row in nucleus]).sum(dim=-1)
+        short = _cut_rows(laws, scores, params, nucleus, min(num_tokens, _FIRST_CANDIDATES), totals)
+        if short:
+            _cut_rows(laws, scores, params, [nucleus[index] for index in short], num_tokens, totals[short])
+    return laws
+
+
+def _cut_rows(
+    laws: torch.Tensor,
+    scores: torch.Tensor,
+    params: Sequence[LawParams],
+    rows: list[int],
+    num_candidates: int,
+    totals: torch.Tensor | None = None,
+) -> list[int]:
+    """Writes the laws of `rows` from their likeliest `num_candidates` tokens.
+
+    Args:
+        laws: float64 [N, V], zeros where written.
+        scores: float64 [N, V], before temperature.
+        params: N filters.
+        rows: which of the N, M of them.
+        num_candidates: no smaller than the largest top-k among them.
+        totals: float64 [M], the weight that top-p is a share of; None: that of the tokens top-k left.
+
+    Returns:
+        Indices into `rows` whose top-p reaches past the candidates: their laws are not right yet.
+    """
+    chosen = [params[row] for row in rows]
+    values, ids = likeliest(scores[rows], num_candidates, floor=-torch.inf)  # [M, K]
+    weights = _weights(values, chosen)
+    if totals is None:
+        limits = torch.tensor([law.top_k for law in chosen], device=scores.device)
+        weights[torch.arange(num_candidates, device=scores.device) >= limits[:, None]] = 0.0
+        totals = weights.sum(dim=-1)
+    # Top-p 1 is off: rounding in the sums must not cut a tail.
+    bounds = totals * _column(scores, (law.top_p if law.top_p < 1.0 else torch.inf for law in chosen))
+    reach = weights.cumsum(dim=-1)
+    is_short = (reach[:, -1] < bounds) & torch.isfinite(bounds)
+    weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0
+    _apply_min_p(weights, chosen)
+    laws[torch.tensor(rows, device=scores.device)[:, None], ids] = weights / weights.sum(dim=-1, keepdim=True)
+    return is_short.nonzero()[:, 0].tolist() if num_candidates < scores.shape[-1] else []
+
+
+def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `num` largest of each row, largest first, ties by lower id.
+
+    Args:
+        values: float [N, V].
+        num: 1..V, or more for all.
+        floor: the value of entries that cannot matter; which of those are returned is not defined.
+
+    Returns:
+        Values and int64 ids, [N, min(num, V)].
+    """
+    if num >= values.shape[-1]:
+        return torch.sort(values, dim=-1, descending=True, stable=True)
+    top, ids = torch.topk(values, num + 1, dim=-1)
+    # topk takes any of the entries that tie at the cut; such rows are taken again.
+    is_tied = (top[:, num - 1] == top[:, num]) & (top[:, num] > floor)
+    ids = ids[:, :num]
+    if is_tied.any():
+        rows = values[is_tied]
+        cut = top[is_tied, num][:, None]
+        above, at_cut = rows > cut, rows == cut
+        taken = above | (at_cut & (at_cut.cumsum(dim=-1) <= num - above.sum(dim=-1, keepdim=True)))
+        ids[is_tied] = taken.nonzero()[:, 1].view(-1, num)
+    ids = ids.sort(dim=-1).values
+    ordered, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return ordered, ids.gather(-1, order)
