@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from specdec.errors import Internal, InvalidRequest, SpecdecError, Unavailable
+from specdec.errors import Internal, InvalidRequest, Unavailable
 from specdec.rpc import codec, status
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -28,6 +27,9 @@ ReplyT = TypeVar("ReplyT")
 
 #: A frame stops taking items at this size, so that one big item never drags the others past the peer's limit.
 FRAME_BYTES = 1 << 20
+
+#: Tag and length of an item in its frame.
+_FRAME_OVERHEAD_BYTES = 16
 
 _CALL_ID_MODULUS = 1 << 32
 
@@ -97,9 +99,10 @@ class _Stream:
             self._pending.pop(request.call_id, None)
 
     async def close(self) -> None:
-        """Abandons what is pending. Idempotent."""
+        """Fails what is pending. Idempotent."""
         self._task.cancel()
         await asyncio.wait([self._task])
+        self._end(f"{self._address}: the link was closed")  # for a task that never ran
 
     async def _run(self) -> None:
         writer = asyncio.create_task(self._write())
@@ -107,10 +110,17 @@ class _Stream:
         try:
             reason = await self._read()
         finally:
-            self.closed = True
             writer.cancel()
-            self._call.cancel()
-            self._fail_all(Unavailable(reason))
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self.closed = True
+        self._call.cancel()
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(Unavailable(reason))
+        self._pending.clear()
+        self._outbox.clear()
 
     async def _read(self) -> str:
         """Hands out replies until the stream ends; returns why it did."""
@@ -125,13 +135,16 @@ class _Stream:
         return f"{self._address}: the replica closed the stream"
 
     async def _write(self) -> None:
-        # The reader sees the same break and says what it was.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 while items := self._take():
                     await self._call.write(self._frame_of(items))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same break and says what it was
+        finally:
+            self._call.cancel()  # whatever ended the writer ends the stream; a no-op on one that has ended
 
     def _take(self) -> list[Any]:
         items: list[Any] = []
@@ -142,13 +155,6 @@ class _Stream:
                 items.append(pending.request)
                 size += pending.request_bytes
         return items
-
-    def _fail_all(self, error: SpecdecError) -> None:
-        for pending in self._pending.values():
-            if not pending.answer.done():
-                pending.answer.set_exception(error)
-        self._pending.clear()
-        self._outbox.clear()
 
 
 class _Link(Generic[RequestT, ReplyT]):
@@ -190,7 +196,7 @@ class _Link(Generic[RequestT, ReplyT]):
     async def _ask(self, request: RequestT) -> Reply[ReplyT]:
         stream = self._open_stream()
         message = self._encode(request, stream.next_call_id())
-        if message.ByteSize() > self._max_message_bytes:
+        if message.ByteSize() + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
             raise InvalidRequest(
                 f"{self.address}: a request of {message.ByteSize()} bytes; the limit is {self._max_message_bytes}"
             )

@@ -1,0 +1,143 @@
+"""The replica's end of a link: answers the items of bidirectional frame streams.
+
+Every item runs in its own task, so a slow session never holds up another; replies that are ready in the same turn of
+the event loop share a frame. An item that fails becomes an `ItemStatus`, never the end of the stream. Not here: what an
+item means (`codec`, the servicers). Called by the draft and target servicers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from specdec.errors import SpecdecError, Unavailable
+from specdec.observability.logging import bind
+from specdec.rpc import status
+from specdec.rpc.interceptors import internal_error, new_request_id
+
+#: A reply frame stops taking items at this size.
+FRAME_BYTES = 1 << 20
+
+
+class FrameServer:
+    """Answers items on any number of streams of one service. Use from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        items_of: Callable[[Any], Sequence[Any]],
+        answer: Callable[[Any], Awaitable[Any]],
+        reply_type: Callable[..., Any],
+        frame_of: Callable[[list[Any]], Any],
+    ) -> None:
+        """
+        Args:
+            items_of: the request items of a frame.
+            answer: turns a request item into a reply item; raises SpecdecError for the item alone.
+            reply_type: builds a reply item from `call_id` and `status`, for items that failed.
+            frame_of: packs reply items into a frame.
+        """
+        self._items_of = items_of
+        self._answer = answer
+        self._reply_type = reply_type
+        self._frame_of = frame_of
+        self._streams: set[_ServedStream] = set()
+        self.draining = False
+
+    async def serve(self, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]) -> None:
+        """Serves one stream until the caller half-closes it or the service drains, all that is in flight answered.
+
+        Cancelling it (the peer is gone) cancels what is in flight.
+        """
+        stream = _ServedStream(self, frames, write)
+        self._streams.add(stream)
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+
+    def drain(self) -> None:
+        """Refuses new items with DRAINING and ends every stream once its items in flight are answered. Idempotent."""
+        self.draining = True
+        for stream in self._streams:
+            stream.wake.set()
+
+    async def reply_to(self, item: Any) -> Any:
+        """Answers one item; an error becomes its status."""
+        with bind(session_id=item.round.session_id, epoch=item.round.epoch, round_id=item.round.round_id):
+            try:
+                if self.draining:
+                    raise Unavailable("the replica is draining", reason="DRAINING")
+                return await self._answer(item)
+            except SpecdecError as error:
+                failure = error
+            except Exception as error:
+                failure = internal_error(error, new_request_id())
+        return self._reply_type(call_id=item.call_id, status=status.to_item_status(failure))
+
+    def items_of(self, frame: Any) -> Sequence[Any]:
+        return self._items_of(frame)
+
+    def frame_of(self, replies: list[Any]) -> Any:
+        return self._frame_of(replies)
+
+
+class _ServedStream:
+    """One stream: a reading task, a task per item, and the writing that `run` does itself."""
+
+    def __init__(
+        self, server: FrameServer, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        self._server = server
+        self._frames = frames
+        self._write = write
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._replies: deque[Any] = deque()
+        self._half_closed = False
+        self.wake = asyncio.Event()
+
+    async def run(self) -> None:
+        reader = asyncio.create_task(self._read())
+        try:
+            while not self._finished():
+                await self.wake.wait()
+                self.wake.clear()
+                while self._replies:
+                    await self._write(self._server.frame_of(self._take()))
+                if reader.done() and reader.exception() is not None:
+                    await reader
+        finally:
+            tasks = [reader, *self._in_flight]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _finished(self) -> bool:
+        return (self._half_closed or self._server.draining) and not self._in_flight and not self._replies
+
+    async def _read(self) -> None:
+        try:
+            async for frame in self._frames:
+                for item in self._server.items_of(frame):
+                    task = asyncio.create_task(self._reply(item))
+                    self._in_flight.add(task)
+                    task.add_done_callback(self._settle)
+        finally:
+            self._half_closed = True
+            self.wake.set()
+
+    async def _reply(self, item: Any) -> None:
+        self._replies.append(await self._server.reply_to(item))
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
+        self.wake.set()
+
+    def _take(self) -> list[Any]:
+        replies = [self._replies.popleft()]
+        size = replies[0].ByteSize()
+        while self._replies and (size := size + self._replies[0].ByteSize()) <= FRAME_BYTES:
+            replies.append(self._replies.popleft())
+        return replies

@@ -1,0 +1,138 @@
+"""The gRPC server every service runs: error mapping, health, reflection, limits, and an orderly end.
+
+    server = ServiceServer("0.0.0.0:50061", service_names=(DRAFT_SERVICE,))
+    servicer.add_to(server.grpc_server)
+    await server.start()          # bound; health says NOT_SERVING
+    ...                           # warm up
+    await server.set_serving()
+    ...
+    await server.stop(grace_s)    # NOT_SERVING, no new calls, calls in flight finish
+
+Not here: what is served, signals, when to drain (`__main__`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from specdec.config import join_address, split_address
+from specdec.errors import Unavailable
+from specdec.rpc.interceptors import ErrorInterceptor
+
+DRAFT_SERVICE = "specdec.v1.DraftService"
+TARGET_SERVICE = "specdec.v1.TargetService"
+COORDINATOR_SERVICE = "specdec.v1.CoordinatorService"
+
+
+class ServiceServer:
+    """One service's gRPC server, its health, and the optional second port with health alone.
+
+    Build it inside a running event loop and use it from that loop.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        service_names: Sequence[str],
+        health_address: str = "",
+        max_message_bytes: int = 4 << 20,
+    ) -> None:
+        """
+        Args:
+            listen: HOST:PORT; port 0 takes a free one.
+            service_names: full protobuf names, for health and reflection.
+            health_address: HOST:PORT of a plaintext port with nothing but health, or "".
+            max_message_bytes: a larger message is refused by gRPC itself (RESOURCE_EXHAUSTED) and never decoded.
+        """
+        self._listen = listen
+        self._health_address = health_address
+        self._service_names = tuple(service_names)
+        self._health = health.aio.HealthServicer()
+        options = (
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            # Links ping every few seconds, also while nothing is asked.
+            ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        )
+        self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self._health_server: grpc.aio.Server | None = None
+        self.port = 0
+        """The bound port, once started."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT really listened on, once started."""
+        return join_address(split_address(self._listen)[0], self.port)
+
+    async def start(self) -> None:
+        """Binds and accepts calls; health says NOT_SERVING until `set_serving`.
+
+        Raises:
+            Unavailable: an address cannot be listened on; one sentence says which and why.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc_server)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.port = _bind(self.grpc_server, self._listen)
+        await self.grpc_server.start()
+        if self._health_address:
+            self._health_server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            _bind(self._health_server, self._health_address)
+            await self._health_server.start()
+
+    async def set_serving(self) -> None:
+        """Health says SERVING, for every service and for the server as a whole."""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def set_not_serving(self) -> None:
+        """Health says NOT_SERVING; calls are still taken."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Says NOT_SERVING for good, refuses new calls, gives calls in flight `grace_s`, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc_server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
+
+    async def _set_health(self, value: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for name in ("", *self._service_names):
+            await self._health.set(name, value)
+
+
+def require_free(address: str) -> None:
+    """Finds out whether `address` can be listened on, before anything expensive is done.
+
+    Raises:
+        Unavailable: it cannot; one sentence says why.
+    """
+    host, port = split_address(address)
+    try:
+        resolved = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = resolved[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC binds: connections of a predecessor in TIME_WAIT do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {address}: {error.strerror or error}") from error
+
+
+def _bind(server: grpc.aio.Server, address: str) -> int:
+    require_free(address)  # gRPC itself would print several lines of its own and not say why
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise Unavailable(f"cannot listen on {address}") from error
