@@ -12,10 +12,11 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 import tenacity
 
-from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early, to_specdec_error
+from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
 from specdec.client.request import ChatMessage, GenerateOptions, build_request, build_tokenize_request
 from specdec.client.results import Chunk, Completion, ServerInfo, Session, read_server_info, read_session
 from specdec.client.transcript import Transcript
+from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -28,9 +29,10 @@ class AsyncStream(AsyncIterator[Chunk]):
     """
 
     def __init__(
-        self, open_call: Callable[[pb.GenerateRequest], Any], transcript: Transcript, budgets: Budgets
+        self, open_call: Callable[[pb.GenerateRequest], Any], transcript: Transcript, endpoint: str, budgets: Budgets
     ) -> None:
         self._open_call = open_call
+        self._endpoint = endpoint
         self._transcript = transcript
         self._recovery = Recovery(budgets)
         self._retrying = tenacity.AsyncRetrying(**self._recovery.tenacity_options())
@@ -86,7 +88,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             response = await self._call.read()
         except grpc.RpcError as error:
             self._call = None
-            raise to_specdec_error(error) from error
+            raise from_rpc_error(error, peer=self._endpoint) from error
         except BaseException:
             await self.aclose()
             raise
@@ -106,6 +108,7 @@ class AsyncClient:
             endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators.
             budgets: how long to keep trying; the defaults of `Budgets` otherwise.
         """
+        self._endpoint = endpoint
         self._budgets = budgets or Budgets()
         self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         self._stub = CoordinatorServiceStub(self._channel)
@@ -135,13 +138,15 @@ class AsyncClient:
         Raises:
             SpecdecError: InvalidRequest here and now for what does not fit a message, else once awaited or iterated.
         """
-        made = AsyncStream(self._stub.Generate, Transcript(build_request(prompt, options)), self._budgets)
+        made = AsyncStream(
+            self._stub.Generate, Transcript(build_request(prompt, options)), self._endpoint, self._budgets
+        )
         return made if stream else _completed(made)
 
     def resume(self, session_id: str, resume_from: int, *, provenance: bool = False) -> AsyncStream:
         """Streams the session's last request from output token `resume_from` on."""
         request = pb.GenerateRequest(session_id=session_id, resume_from=resume_from, return_provenance=provenance)
-        return AsyncStream(self._stub.Generate, Transcript(request), self._budgets)
+        return AsyncStream(self._stub.Generate, Transcript(request), self._endpoint, self._budgets)
 
     async def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Reads a session's record. Raises NotFound for an unknown one."""
@@ -179,7 +184,7 @@ class AsyncClient:
             try:
                 return await method(request)
             except grpc.RpcError as error:
-                raise to_specdec_error(error) from error
+                raise from_rpc_error(error, peer=self._endpoint) from error
 
         return await tenacity.AsyncRetrying(**Recovery(self._budgets).tenacity_options())(once)
 

@@ -6,11 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import tenacity
 
 from specdec.errors import LeaseLost, SessionBusy, SpecdecError, Unavailable
-from specdec.rpc.status import from_rpc_error
 
 #: Reconnect promptly: the channel's own backoff (up to two minutes by default) must not outlast ours.
 CHANNEL_OPTIONS = (
@@ -72,13 +70,6 @@ class Recovery:
         error = state.outcome.exception() if state.outcome else None
         asked_s = error.retry_after_s if isinstance(error, SpecdecError) else None
         return max(self._backoff(state), asked_s or 0.0)
-
-
-def to_specdec_error(error: grpc.RpcError) -> SpecdecError:
-    """The error tree's view of a failed call. A call cancelled by the other side is an interruption like any other."""
-    if error.code() is grpc.StatusCode.CANCELLED:
-        return Unavailable(f"the server cancelled the call: {error.details()}")
-    return from_rpc_error(error)
 
 
 def ended_early() -> Unavailable:

@@ -1,0 +1,85 @@
+"""Entry point of `specdec`: parses, runs one subcommand, turns errors into one line and an exit code.
+
+Not here: what subcommands do. This module alone reads the environment and installs signal handlers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import specdec
+from specdec.cli import chat, generate, health, up
+from specdec.errors import InvalidRequest, SpecdecError
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose usage errors are one line in the form of every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: INVALID_ARGUMENT INVALID_REQUEST: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The whole command line. Defaults come from `environ` where api.md names a variable."""
+    parser = _Parser(prog="specdec", description=specdec.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    up.add_parser(commands)
+    generate.add_parser(commands, environ)
+    chat.add_parser(commands, environ)
+    health.add_parser(commands)
+    return parser
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs one command line.
+
+    Returns:
+        The exit code: 0 only on success, 2 for usage, 1 otherwise.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a model may emit what the terminal's encoding lacks
+    try:
+        args = build_parser(environ).parse_args(argv)
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    try:
+        if args.command == "up":
+            return up.run(args, environ, _stop_event())
+        return {"generate": generate.run, "chat": chat.run, "health": health.run}[args.command](args, environ)
+    except up.Usage as error:
+        print(f"error: {InvalidRequest.code} {InvalidRequest.default_reason}: {error}", file=sys.stderr)
+        return 2
+    except SpecdecError as error:
+        print(f"error: {error.code} {error.reason}: {' '.join(error.message.split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    except BrokenPipeError:
+        # The reader of our output has left; nothing can be said to it. Keep the interpreter's last flush quiet too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _stop_event() -> threading.Event:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def main() -> NoReturn:
+    """What the installed `specdec` script calls."""
+    sys.exit(run(sys.argv[1:], os.environ))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""`specdec health HOST:PORT`: exit code 0 when the service there is SERVING. For container health checks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.errors import SpecdecError
+from specdec.rpc.status import from_rpc_error
+
+_TIMEOUT_S = 5.0
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("health", help="ask a service for its health", allow_abbrev=False)
+    parser.add_argument("address", metavar="HOST:PORT")
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    with grpc.insecure_channel(args.address) as channel:
+        status = check(channel)
+    print(status)
+    return 0 if status == "SERVING" else 1
+
+
+def check(channel: grpc.Channel, *, timeout_s: float = _TIMEOUT_S) -> str:
+    """Asks `grpc.health.v1` for the whole server's status: SERVING, NOT_SERVING, ...
+
+    Raises:
+        SpecdecError: it cannot be reached.
+    """
+    try:
+        response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+
+def is_serving(channel: grpc.Channel) -> bool:
+    """Whether it answers SERVING; False while it cannot be reached."""
+    try:
+        return check(channel, timeout_s=1.0) == "SERVING"
+    except SpecdecError:
+        return False

@@ -1,0 +1,112 @@
+"""Child processes of `specdec up`: start, watch, relay what they say, stop. Knows no service by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+_QUIET_LEVELS = {"debug", "info"}
+_STOP_GRACE_S = 10.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback TCP ports that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
+
+
+class Child:
+    """One service as a child process.
+
+    What it writes is read line by line: JSON log records below warning are dropped, everything else is passed on to
+    stderr once `relay()` was called and kept until then, so that a failed start can be told in one line.
+    """
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Starts `python -m MODULE ARGUMENTS` in a session of its own: Ctrl-C reaches the parent alone."""
+        self.name = name
+        self._held: list[str] = []
+        self._relaying = False
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "specdec.cli.child", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, name=f"{name}-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def last_words(self) -> str:
+        """Once it has ended: the last line that says why, or its exit code."""
+        self._reader.join()
+        with self._lock:
+            for line in reversed(self._held):
+                if line.strip():
+                    return line.strip().removeprefix("error: ")
+        return f"exit code {self._process.returncode}"
+
+    def relay(self) -> None:
+        """From now on passes its lines to stderr, those held back first."""
+        with self._lock:
+            self._relaying = True
+            for line in self._held:
+                self._pass_on(line)
+            self._held.clear()
+
+    def stop(self) -> None:
+        """Asks it to drain and end, then makes it. Idempotent."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None  # it was opened above
+        for line in self._process.stdout:
+            text = _worth_telling(line.rstrip("\n"))
+            if text is None:
+                continue
+            with self._lock:
+                if self._relaying:
+                    self._pass_on(text)
+                else:
+                    self._held.append(text)
+
+    def _pass_on(self, text: str) -> None:
+        print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+
+
+def _worth_telling(line: str) -> str | None:
+    """A line as a person should see it; None for log records below warning."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(record, dict):
+        return line
+    if str(record.get("level", "")).lower() in _QUIET_LEVELS:
+        return None
+    return str(record.get("message", line))

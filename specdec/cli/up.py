@@ -1,0 +1,170 @@
+"""`specdec up`: the whole system on this machine, as child processes on loopback, until SIGTERM or Ctrl-C.
+
+Not here: how a child is kept (`processes`) and how it ends with its parent (`child`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+import specdec
+from specdec.cli.health import is_serving
+from specdec.cli.processes import Child, free_ports
+from specdec.client import Budgets, Client
+from specdec.errors import SpecdecError, Unavailable
+
+_POLL_S = 0.05
+_DRAIN_GRACE_S = 3
+
+
+class Usage(Exception):
+    """Flags that make no sense together."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
+    model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
+    parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
+    parser.add_argument("--draft", **model, help="draft model; default: the pair in models/demo")
+    parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default 127.0.0.1:50051")
+    parser.add_argument("--http", default="", metavar="HOST:PORT", help="not available yet")
+    parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; default auto")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
+    parser.add_argument("--replicas-draft", type=int, default=1, metavar="N", help="0: target-only")
+    parser.add_argument("--replicas-target", type=int, default=1, metavar="N")
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Event) -> int:
+    """Starts everything, prints the ready line, waits for `stop`, stops everything in order.
+
+    Raises:
+        Usage: flags that make no sense together.
+        SpecdecError: a child did not start; its own last line is in the message.
+    """
+    _check(args)
+    target, draft = _models(args)
+    with contextlib.ExitStack() as stack:
+        children: list[Child] = []
+        redis_url = _redis(args, stack)
+        # Undone in reverse: coordinator, then draft, then target, then the store.
+        stack.callback(lambda: [child.stop() for child in reversed(children)])
+        children += _replicas("target", args.replicas_target, target, args, redis_url, environ)
+        children += _replicas("draft", args.replicas_draft, draft, args, redis_url, environ)
+        arguments = ["--tokenizer", target, "--listen", _listen(args), *_common(redis_url)]
+        coordinator = Child("coordinator", "coordinator", arguments, environ)
+        children.append(coordinator)
+        endpoint = arguments[3]
+        with _spinner("starting target, draft and coordinator"):
+            _await_ready(children, endpoint, args.replicas_target + args.replicas_draft, stop)
+        if not stop.is_set():
+            print(f"ready grpc={endpoint}", flush=True)
+        for child in children:
+            child.relay()
+        return _watch(children, stop)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.http:
+        raise Usage("--http is not available: this version has no HTTP gateway yet")
+    if args.replicas_target < 1 or args.replicas_draft < 0:
+        raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
+    if args.target and not args.draft and args.replicas_draft:
+        raise Usage("--target needs a --draft with the same vocabulary, or --replicas-draft 0")
+
+
+def _models(args: argparse.Namespace) -> tuple[str, str]:
+    demo = Path(specdec.__file__).resolve().parents[1] / "models" / "demo"
+    target, draft = args.target or str(demo / "target"), args.draft or str(demo / "draft")
+    if not (args.target and (args.draft or not args.replicas_draft)) and not (demo / "target").is_dir():
+        raise Usage(f"no demo pair in {demo}: give --target and --draft")
+    return target, draft
+
+
+def _redis(args: argparse.Namespace, stack: contextlib.ExitStack) -> str:
+    if args.redis_url != "memory://":
+        return str(args.redis_url)
+    from specdec.state.embedded import EmbeddedRedis
+
+    return stack.enter_context(EmbeddedRedis()).url
+
+
+def _replicas(
+    role: str, count: int, model: str, args: argparse.Namespace, redis_url: str, environ: Mapping[str, str]
+) -> list[Child]:
+    # Draft and target work by turns, so each role may use every core; idle OpenMP threads must not spin meanwhile.
+    num_threads = max(1, (os.cpu_count() or 1) // max(1, count))
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": str(num_threads), **environ}
+    return [
+        Child(
+            f"{role}-{index}",
+            f"{role}_service",
+            [
+                *("--model", model, "--device", args.device, "--dtype", args.dtype),
+                *("--listen", f"127.0.0.1:{port}", *_common(redis_url)),
+            ],
+            quiet,
+        )
+        for index, port in enumerate(free_ports(count))
+    ]
+
+
+def _common(redis_url: str) -> list[str]:
+    return ["--redis-url", redis_url, "--log-format", "json", "--drain-grace-s", str(_DRAIN_GRACE_S)]
+
+
+def _listen(args: argparse.Namespace) -> str:
+    host, _, port = args.listen.rpartition(":")
+    return f"{host}:{free_ports(1)[0]}" if port == "0" else str(args.listen)
+
+
+def _await_ready(children: list[Child], endpoint: str, num_replicas: int, stop: threading.Event) -> None:
+    """Waits until the coordinator serves and knows every replica. Raises Unavailable when a child ends first."""
+    dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
+    with grpc.insecure_channel(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
+        _poll(children, stop, lambda: is_serving(channel))
+        _poll(children, stop, lambda: _num_replicas(client) >= num_replicas)
+
+
+def _poll(children: list[Child], stop: threading.Event, done: Callable[[], bool]) -> None:
+    while not (stop.is_set() or done()):
+        for child in children:
+            if not child.is_alive:
+                raise Unavailable(f"{child.name} did not start: {child.last_words()}")
+        stop.wait(_POLL_S)
+
+
+def _num_replicas(client: Client) -> int:
+    try:
+        return sum(len(pool.replicas) for pool in client.info().pools)
+    except SpecdecError:
+        return 0
+
+
+def _watch(children: list[Child], stop: threading.Event) -> int:
+    """Waits for `stop`. A replica that ends is reported and done without; an end of the coordinator ends all."""
+    alive = list(children)
+    while not stop.wait(_POLL_S * 4):
+        for child in [child for child in alive if not child.is_alive]:
+            alive.remove(child)
+            print(f"[{child.name}] ended unexpectedly", file=sys.stderr, flush=True)
+            if child is children[-1]:
+                raise Unavailable("the coordinator ended unexpectedly")
+    return 0
+
+
+def _spinner(text: str) -> contextlib.AbstractContextManager[Any]:
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(f"{text} …")
