@@ -1,0 +1,234 @@
+"""Prometheus metrics of the services, under vLLM's names where vLLM has one (`specdec:` instead of `vllm:`).
+
+Each service builds one object with its own registry; importing this module registers nothing. Every series carries
+`model_name`, as vLLM's do. Counters are named without `_total`, which the exposition adds. Not here: deciding what to
+observe (the coordinator's round loop, the servicers). Served by `start_metrics_server`, from `__main__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specdec.errors import Unavailable
+
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_REQUEST_LATENCY_S = (*_LATENCY_S[4:], 60.0, 120.0, 300.0, 600.0)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+
+
+class CoordinatorMetrics:
+    """What the coordinator observes: requests, latencies as clients see them, and speculation."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._running = self._gauge("num_requests_running", "Requests that are generating.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests admitted but not started.")
+        self._success = self._counter("request_success", "Requests that finished, by reason.", "finished_reason")
+        self._failures = self._counter("request_failures", "Requests that failed, by error reason.", "reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that needed no forward pass.")
+        self._output_tokens = self._counter("generation_tokens", "Tokens emitted.")
+        self._ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _REQUEST_LATENCY_S)
+        self._itl_s = self._histogram("inter_token_latency_seconds", "Time between tokens.", _LATENCY_S)
+        self._tpot_s = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first, per request.", _LATENCY_S
+        )
+        self._e2el_s = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_LATENCY_S)
+        self._request_output = self._histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self._drafts = self._counter("spec_decode_num_drafts", "Rounds with draft tokens.", "draft_pool")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_pool")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", "draft_pool")
+        self._accepted_per_pos = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position.", "draft_pool", "position"
+        )
+        self._target_only = self._counter("target_only_steps", "Rounds without a draft token.", "cause")
+        self._draft_s = self._histogram("draft_latency_seconds", "Propose calls, network included.", _LATENCY_S)
+        self._verify_s = self._histogram("verify_latency_seconds", "Verify calls, network included.", _LATENCY_S)
+        self._wire_bytes = self._counter("wire_bytes", "Serialised messages of both links, both directions.")
+
+    def request_waiting(self, change: int) -> None:
+        """`change` +1 when a request is admitted, -1 when it starts or is given up."""
+        self._waiting.labels(self._model_name).inc(change)
+
+    def request_running(self, change: int) -> None:
+        """`change` +1 when a request starts, -1 when it ends in any way."""
+        self._running.labels(self._model_name).inc(change)
+
+    def observe_tokens(self, num_tokens: int, since_last_s: float | None) -> None:
+        """A chunk was emitted, `since_last_s` after the one before it (None for the first).
+
+        As in vLLM a chunk of several tokens is one interval.
+        """
+        self._output_tokens.labels(self._model_name).inc(num_tokens)
+        if since_last_s is not None:
+            self._itl_s.labels(self._model_name).observe(since_last_s)
+
+    def observe_first_token(self, ttft_s: float) -> None:
+        self._ttft_s.labels(self._model_name).observe(ttft_s)
+
+    def observe_round(
+        self, *, draft_pool: str, num_draft_tokens: int, num_accepted: int, wire_bytes: int, verify_s: float
+    ) -> None:
+        """A round with at least one draft token was decided."""
+        labels = (self._model_name, draft_pool)
+        self._drafts.labels(*labels).inc()
+        self._draft_tokens.labels(*labels).inc(num_draft_tokens)
+        self._accepted.labels(*labels).inc(num_accepted)
+        for position in range(num_accepted):
+            self._accepted_per_pos.labels(*labels, str(position)).inc()
+        self._wire_bytes.labels(self._model_name).inc(wire_bytes)
+        self._verify_s.labels(self._model_name).observe(verify_s)
+
+    def observe_target_only_step(self, *, cause: str, wire_bytes: int, verify_s: float) -> None:
+        """A round without a draft token was decided; `cause` is a short fixed word (off, late, unavailable, ...)."""
+        self._target_only.labels(self._model_name, cause).inc()
+        self._wire_bytes.labels(self._model_name).inc(wire_bytes)
+        self._verify_s.labels(self._model_name).observe(verify_s)
+
+    def observe_draft(self, draft_s: float) -> None:
+        """A Propose call was answered in time."""
+        self._draft_s.labels(self._model_name).observe(draft_s)
+
+    def observe_finished(
+        self,
+        *,
+        finish_reason: str,
+        num_prompt_tokens: int,
+        num_cached_prompt_tokens: int,
+        num_output_tokens: int,
+        ttft_s: float,
+        e2el_s: float,
+    ) -> None:
+        """A request ended well; `finish_reason` is stop, length or stop_string."""
+        self._success.labels(self._model_name, finish_reason).inc()
+        self._prompt_tokens.labels(self._model_name).inc(num_prompt_tokens)
+        self._cached_tokens.labels(self._model_name).inc(num_cached_prompt_tokens)
+        self._request_output.labels(self._model_name).observe(num_output_tokens)
+        self._e2el_s.labels(self._model_name).observe(e2el_s)
+        if num_output_tokens > 1:
+            self._tpot_s.labels(self._model_name).observe((e2el_s - ttft_s) / (num_output_tokens - 1))
+
+    def observe_failed(self, reason: str) -> None:
+        """A request ended with an error of this reason (api.md), or was cancelled (`CANCELLED`)."""
+        self._failures.labels(self._model_name, reason).inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"specdec:{name}", text, ("model_name", *labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"specdec:{name}", text, ("model_name",), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"specdec:{name}", text, ("model_name",), buckets=buckets, registry=self.registry)
+
+
+class _Load(Protocol):
+    """The part of `specdec.types.EngineInfo` that is a gauge."""
+
+    @property
+    def kv_usage(self) -> float: ...
+    @property
+    def num_sessions(self) -> int: ...
+
+
+class EngineMetrics:
+    """What a draft or target replica observes: its calls, its steps and its KV cache."""
+
+    def __init__(self, model_name: str, *, role: str) -> None:
+        """`role` is draft or target, a label of every series."""
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "role": role}
+        self._running = self._bound(Gauge, "num_requests_running", "Calls being answered.")
+        self._call_s = self._bound(Histogram, "call_latency_seconds", "Arrival of a call to its answer.", _LATENCY_S)
+        self._cached_tokens = self._bound(Counter, "prefix_cache_hits", "Committed tokens that needed no forward pass.")
+        self._asked_tokens = self._bound(Counter, "prefix_cache_queries", "Committed tokens of answered calls.")
+        self._draft_tokens = self._bound(Counter, "draft_tokens", "Draft tokens made (draft) or verified (target).")
+        self._step_sequences = self._bound(Histogram, "step_num_sequences", "Sequences in a forward pass.", _BATCH)
+        self._step_tokens = self._bound(Histogram, "iteration_tokens_total", "Tokens in a forward pass.", _BATCH)
+        self._failures = Counter(
+            "specdec:call_failures", "Calls that failed, by reason.", (*self._labels, "reason"), registry=self.registry
+        )
+
+    def watch_load(self, load: Callable[[], _Load]) -> None:
+        """Reads KV usage and session count from `load` whenever metrics are scraped."""
+        self.registry.register(_LoadCollector(load, self._labels))
+
+    def call_started(self) -> None:
+        self._running.inc()
+
+    def call_ended(self) -> None:
+        """In any way: answered, failed or cancelled."""
+        self._running.dec()
+
+    def observe_call(
+        self, *, duration_s: float, num_committed_tokens: int, num_cached_tokens: int, num_draft_tokens: int
+    ) -> None:
+        """A call was answered."""
+        self._call_s.observe(duration_s)
+        self._asked_tokens.inc(num_committed_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+        self._draft_tokens.inc(num_draft_tokens)
+
+    def observe_failure(self, reason: str) -> None:
+        """A call failed with this reason (api.md)."""
+        self._failures.labels(**self._labels, reason=reason).inc()
+
+    def observe_step(self, *, num_sequences: int, num_tokens: int) -> None:
+        """A forward pass was run. Callable from any thread."""
+        self._step_sequences.observe(num_sequences)
+        self._step_tokens.observe(num_tokens)
+
+    def _bound(self, kind: type[Any], name: str, text: str, buckets: Sequence[float] | None = None) -> Any:
+        options = {} if buckets is None else {"buckets": buckets}
+        metric = kind(f"specdec:{name}", text, tuple(self._labels), registry=self.registry, **options)
+        return metric.labels(**self._labels)
+
+
+class _LoadCollector(Collector):
+    """Gauges that are read when scraped, so that nobody has to keep them up to date."""
+
+    def __init__(self, load: Callable[[], _Load], labels: dict[str, str]) -> None:
+        self._load = load
+        self._labels = labels
+
+    def collect(self) -> list[Metric]:
+        load = self._load()
+        values = {
+            "specdec:kv_cache_usage_perc": ("Share of KV blocks held by sessions, 0..1.", load.kv_usage),
+            "specdec:num_sessions": ("Sessions with KV here.", load.num_sessions),
+        }
+        return [self._gauge(name, text, value) for name, (text, value) in values.items()]
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
+        gauge.add_metric(list(self._labels.values()), value)
+        return gauge
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> Callable[[], None]:
+    """Serves `/metrics` from a thread of its own; returns what stops it.
+
+    Raises:
+        Unavailable: the address cannot be listened on.
+    """
+    try:
+        server, thread = start_http_server(port, addr=host or "0.0.0.0", registry=registry)
+    except OSError as error:
+        raise Unavailable(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
