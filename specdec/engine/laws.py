@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 
 from specdec.types import LawParams
 
-#: Candidates a top-p cut looks at before it sorts the whole row.
+#: Candidates a top-p cut looks at first.
 _FIRST_CANDIDATES = 512
+
+#: And how many times more it looks at next, where those did not reach far enough.
+_CANDIDATE_GROWTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +170,13 @@ def _cut_laws(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor
     nucleus = [row for row, law in enumerate(params) if not 0 < law.top_k < num_tokens]
     if limited:
         _cut_rows(laws, scores, params, limited, max(params[row].top_k for row in limited))
+    num_candidates = min(num_tokens, _FIRST_CANDIDATES)
     if nucleus:
         totals = _weights(scores[nucleus], [params[row] for row in nucleus]).sum(dim=-1)
-        short = _cut_rows(laws, scores, params, nucleus, min(num_tokens, _FIRST_CANDIDATES), totals)
-        if short:
-            _cut_rows(laws, scores, params, [nucleus[index] for index in short], num_tokens, totals[short])
+    while nucleus:
+        short = _cut_rows(laws, scores, params, nucleus, num_candidates, totals)
+        nucleus, totals = [nucleus[index] for index in short], totals[short]
+        num_candidates = min(num_tokens, num_candidates * _CANDIDATE_GROWTH)
     return laws
 
 

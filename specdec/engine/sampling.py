@@ -112,7 +112,7 @@ def coupled_choices(
     Returns:
         The chosen ids and their probabilities.
     """
-    scores = laws.log()  # [R, V]
+    scores = torch.full_like(laws, -torch.inf)  # [R, V]
     rows, ids = laws.nonzero(as_tuple=True)  # noise only where there is mass
     keys = torch.tensor(
         [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)],
@@ -122,7 +122,8 @@ def coupled_choices(
     chunk = _NOISE_CHUNK_CPU if laws.device.type == "cpu" else _NOISE_CHUNK_ACCELERATOR
     for start in range(0, len(rows), chunk):
         part = slice(start, start + chunk)
-        scores[rows[part], ids[part]] += gumbel_noise(keys[rows[part]], ids[part])
+        where = (rows[part], ids[part])
+        scores[where] = laws[where].log_() + gumbel_noise(keys[rows[part]], ids[part])
     choices = scores.argmax(dim=-1)
     return choices.tolist(), laws.gather(-1, choices[:, None])[:, 0].tolist()
 
