@@ -1,0 +1,115 @@
+"""One call being worked on, and what a service's program does with it.
+
+A job is run by running its sequence's tokens: whenever all of them have KV, the program gets the logits of the last
+`num_logit_rows` tokens and either appends a token (one more step) or finishes.
+
+Not here: futures and threads (`loop`), the choice of steps (`scheduler`). Called by `loop` and the two programs.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from specdec.engine.sequence import Sequence
+from specdec.types import DrawRule, ProposeRequest, Round, TokenIds, VerifyRequest
+
+
+class RowKind(Enum):
+    """How a round's tokens are drawn; rows of one kind are drawn in one batch."""
+
+    GREEDY = auto()
+    COUPLED = auto()
+    LAW = auto()
+
+
+def row_kind(request: Round) -> RowKind:
+    """Greedy whenever the temperature is 0, whatever the draw rule."""
+    if request.law.is_greedy:
+        return RowKind.GREEDY
+    return RowKind.COUPLED if request.draw_rule is DrawRule.COUPLED else RowKind.LAW
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A validated request, in the terms of the engine."""
+
+    request: ProposeRequest | VerifyRequest
+    digest: bytes
+    """Of everything that was asked; with (session, epoch, round) the idempotency key."""
+    draft_token_ids: TokenIds
+    """uint32 [L]: tokens to run after the committed ones."""
+    num_logit_rows: int
+    """Rows wanted when the committed and draft tokens have run; at least 1."""
+    max_kv_len: int
+    """The most tokens that can need KV before the job finishes."""
+
+    @property
+    def round(self) -> Round:
+        return self.request.round
+
+
+class Job:
+    """A call with its sequence. Lives on the device thread."""
+
+    def __init__(
+        self, call: Call, sequence: Sequence, *, arrival_step: int, arrival_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.call = call
+        self.sequence = sequence
+        self.num_logit_rows = call.num_logit_rows
+        self.last_step = arrival_step
+        self._arrival_s = arrival_s
+        self._clock = clock
+        self.num_cached_tokens = sequence.kv_len
+        self.progress: Any = None
+        """The program's own notes between steps."""
+        self.answer: Any = None
+        """Set by `finish`."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the call came in."""
+        return self._clock() - self._arrival_s
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens that have KV now."""
+        return self.sequence.kv_len
+
+    @property
+    def num_pending(self) -> int:
+        return self.sequence.num_pending
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """uint32: every token of the sequence, drafts included; valid until the next `append`."""
+        return self.sequence.token_ids
+
+    def append(self, token_id: int) -> None:
+        """Runs `token_id` next and comes back with its logits."""
+        self.sequence.append(np.array([token_id], dtype=np.uint32))
+        self.num_logit_rows = 1
+
+    def finish(self, answer: Any) -> None:
+        """Ends the job; `answer` is stored under the idempotency key and sent to whoever waits."""
+        self.answer = answer
+
+
+class Program(Protocol):
+    """What a service does with logits: the only place where draft and target differ."""
+
+    def advance(self, jobs: collections.abc.Sequence[Job], logits: torch.Tensor) -> None:
+        """Appends a token to every job or finishes it. Runs on the device thread.
+
+        Args:
+            jobs: those whose tokens have all run.
+            logits: float32 [R, V]; the rows of job after job, `num_logit_rows` each.
+        """
+        ...

@@ -1,0 +1,305 @@
+"""The device thread: takes calls from asyncio, runs them step by step on a worker, and hands the answers back.
+
+    asyncio loop                          device thread
+    call() ── inbox ──────────────────▶  fence, align, reserve ─▶ running ─▶ step ─▶ program.advance
+       ▲                                          │ no blocks yet                        │
+       └── one callback per turn ◀────────────────┴──── waiting ◀────────────────────────┘
+
+All state below belongs to the device thread. The asyncio side only appends to the inbox under its condition and reads
+a few numbers for `load()`. No forward pass ever runs on the event loop, and the thread sleeps when there is nothing to
+do.
+
+Not here: what the logits mean (`Program`), which tokens run (`scheduler`), what is here already (`sessions`). Called
+by the draft service's proposer and the target service's verifier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.block_manager import BlockManager, blocks_for
+from specdec.engine.job import Call, Job, Program
+from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, Chunk, Scheduler
+from specdec.engine.sequence import Sequence, StoredAnswer
+from specdec.engine.sessions import DEFAULT_PIN_TTL_S, SessionTable
+from specdec.errors import Internal, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full a replica is."""
+
+    kv_usage: float
+    """Share of KV blocks held by sessions, 0..1."""
+    num_sessions: int
+    """Sessions with KV."""
+    draining: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """Someone awaiting a call on an event loop."""
+
+    event_loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+
+class EngineLoop:
+    """Runs one program on one worker. Build it anywhere; call it from asyncio; close it when done."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        program: Program,
+        *,
+        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
+        pin_ttl_s: float = DEFAULT_PIN_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._program = program
+        self._clock = clock
+        self._blocks = BlockManager(worker.shape.num_kv_blocks)
+        self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
+        self._scheduler = Scheduler(max_step_tokens)
+        self._jobs: dict[str, Job] = {}  # by session id: running and waiting
+        self._waiters: dict[Job, list[_Waiter]] = {}
+        self._running: list[Job] = []  # in order of arrival
+        self._waiting: deque[Job] = deque()  # for KV blocks
+        self._outbox: list[tuple[_Waiter, Any]] = []  # answers and errors of this turn
+
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []  # guarded by _wake
+        self._closing = False  # guarded by _wake
+        self._thread = threading.Thread(target=self._run, name="specdec-device", daemon=True)
+        self._thread.start()
+
+    async def call(self, call: Call) -> Any:
+        """Runs a call to its answer.
+
+        The same (session, epoch, round) and digest join the call in flight or get its stored answer. Cancelling
+        abandons the call: nothing is answered, the KV that was computed stays.
+
+        Raises:
+            KvMiss, StaleEpoch, ResourceExhausted, Unavailable: as `DraftEngine.propose` says.
+            Internal: the step crashed; the session's KV is gone.
+        """
+        event_loop = asyncio.get_running_loop()
+        waiter = _Waiter(event_loop, event_loop.create_future())
+        with self._wake:
+            if self._closing:
+                raise Unavailable("this replica is draining", reason="DRAINING")
+            self._post(functools.partial(self._admit, call, waiter, self._clock()))
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            with self._wake:
+                self._post(functools.partial(self._abandon, call.round.session_id, waiter))
+            raise
+
+    async def release(self, session_ids: list[str]) -> None:
+        """Forgets sessions and frees their KV; calls in flight on them fail. Returns when it is done."""
+        event_loop = asyncio.get_running_loop()
+        waiter = _Waiter(event_loop, event_loop.create_future())
+        with self._wake:
+            if self._closing:
+                return  # closing frees everything
+            self._post(functools.partial(self._release, tuple(session_ids), waiter))
+        await waiter.future
+
+    async def close(self) -> None:
+        """Refuses new calls, finishes those in flight, frees everything, ends the thread. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def load(self) -> Load:
+        return Load(
+            kv_usage=self._blocks.num_held / self._blocks.num_blocks,
+            num_sessions=self._sessions.num_with_kv,
+            draining=self._closing,
+        )
+
+    def kv_len(self, session_id: str) -> int:
+        """Tokens of a session that have KV here now; 0 for an unknown one."""
+        sequence = self._sessions.get(session_id)
+        return 0 if sequence is None else sequence.kv_len
+
+    def check_integrity(self) -> None:
+        """Checks the books; only while no call is in flight, or after `close`.
+
+        Raises:
+            RuntimeError: a block is owned otherwise than counted.
+        """
+        self._sessions.check_integrity()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Gives the device thread something to do; `_wake` is held."""
+        self._inbox.append(command)
+        self._wake.notify()
+
+    # Everything below runs on the device thread.
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (commands := self._next_commands()) is not None:
+                for command in commands:
+                    command()
+                self._start_waiting()
+                if self._running:
+                    self._step()
+                self._deliver()
+        self._sessions.release_all()
+
+    def _next_commands(self) -> list[Callable[[], None]] | None:
+        """Commands to carry out, sleeping while there is nothing to do; None when closed and drained."""
+        with self._wake:
+            while not self._inbox and not self._jobs:
+                if self._closing:
+                    return None
+                self._wake.wait()
+            commands, self._inbox = self._inbox, []
+            return commands
+
+    def _admit(self, call: Call, waiter: _Waiter, arrival_s: float) -> None:
+        if waiter.future.cancelled():
+            return
+        sequence: Sequence | None = None
+        try:
+            sequence = self._sessions.fence(call.round)
+            self._admit_fenced(call, waiter, arrival_s, sequence)
+        except SpecdecError as error:
+            self._outbox.append((waiter, error))
+        except Exception:
+            _log.exception("admission failed")
+            if sequence is not None:
+                self._sessions.invalidate(sequence)
+            self._outbox.append((waiter, Internal("the engine failed to admit the call")))
+
+    def _admit_fenced(self, call: Call, waiter: _Waiter, arrival_s: float, sequence: Sequence) -> None:
+        job = self._jobs.get(sequence.session_id)
+        if (call.round.epoch, call.round.round_id) == (sequence.epoch, sequence.newest_round):
+            if job is not None and job.call.digest == call.digest:
+                self._waiters[job].append(waiter)
+                return
+            if job is None and sequence.answer is not None and sequence.answer.digest == call.digest:
+                self._outbox.append((waiter, sequence.answer.value))
+                return
+        if job is not None:
+            self._remove(job, StaleEpoch(f"superseded by a newer call of session {sequence.session_id}"))
+        self._sessions.align(sequence, call.round, call.draft_token_ids)
+        job = Job(call, sequence, arrival_step=self._scheduler.num_steps, arrival_s=arrival_s, clock=self._clock)
+        self._jobs[sequence.session_id] = job
+        self._waiters[job] = [waiter]
+        self._waiting.append(job)
+
+    def _start_waiting(self) -> None:
+        """Lets jobs run in order of arrival as far as KV blocks go; refuses one that nothing could ever help."""
+        while self._waiting:
+            job = self._waiting[0]
+            try:
+                if not self._sessions.reserve(job.sequence, job.call.max_kv_len):
+                    if self._running:
+                        return
+                    raise ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED")
+            except ResourceExhausted as error:
+                self._remove(job, error)
+            else:
+                self._running.append(self._waiting.popleft())
+
+    def _step(self) -> None:
+        """Runs one step; if it crashes, its jobs fail and whatever KV they had is not trusted any more."""
+        chunks = self._scheduler.plan_chunks(self._running)
+        jobs = [self._running[chunk.job_index] for chunk in chunks]
+        try:
+            self._run_chunks(jobs, chunks)
+        except Exception:
+            _log.exception("a step of %d sessions failed", len(jobs))
+            for job in jobs:
+                self._sessions.invalidate(job.sequence)
+                self._remove(job, Internal("the forward pass failed; the session's KV was dropped"))
+            return
+        for job in jobs:
+            if job.answer is not None:
+                job.sequence.answer = StoredAnswer(job.call.digest, job.answer)
+                self._remove(job, job.answer)
+
+    def _run_chunks(self, jobs: list[Job], chunks: list[Chunk]) -> None:
+        slices = tuple(_slice(job.sequence, chunk) for job, chunk in zip(jobs, chunks, strict=True))
+        logits = self._worker.execute(StepPlan(slices))
+        for job, chunk in zip(jobs, chunks, strict=True):
+            job.sequence.kv_len += chunk.num_tokens
+            self._sessions.publish(job.sequence, job.call.round.committed_len)
+        ready = [job for job in jobs if not job.num_pending]
+        if ready:
+            self._program.advance(ready, logits)
+        if any(job.answer is None and not job.num_pending for job in ready):
+            raise RuntimeError("the program neither finished a job nor went on with it")
+
+    def _remove(self, job: Job, outcome: Any) -> None:
+        """Takes a job out of the engine; `outcome`, an answer or an error, goes to everyone who waits for it."""
+        del self._jobs[job.sequence.session_id]
+        (self._running if job in self._running else self._waiting).remove(job)
+        self._outbox.extend((waiter, outcome) for waiter in self._waiters.pop(job))
+        self._sessions.settle(job.sequence)
+
+    def _abandon(self, session_id: str, waiter: _Waiter) -> None:
+        """A caller went away: the job goes too unless someone else waits for it."""
+        job = self._jobs.get(session_id)
+        if job is None or waiter not in self._waiters[job]:
+            return
+        self._waiters[job].remove(waiter)
+        if not self._waiters[job]:
+            self._remove(job, None)
+
+    def _release(self, session_ids: tuple[str, ...], waiter: _Waiter) -> None:
+        for session_id in session_ids:
+            job = self._jobs.get(session_id)
+            if job is not None:
+                self._remove(job, StaleEpoch(f"session {session_id} was released"))
+            self._sessions.release(session_id)
+        self._outbox.append((waiter, None))
+
+    def _deliver(self) -> None:
+        """Hands this turn's outcomes over, with one callback per event loop."""
+        outbox, self._outbox = self._outbox, []
+        for event_loop in {waiter.event_loop for waiter, _ in outbox}:
+            outcomes = [(waiter.future, outcome) for waiter, outcome in outbox if waiter.event_loop is event_loop]
+            try:
+                event_loop.call_soon_threadsafe(_resolve, outcomes)
+            except RuntimeError:
+                _log.warning("an event loop was closed before %d of its calls were answered", len(outcomes))
+
+
+def _slice(sequence: Sequence, chunk: Chunk) -> SequenceSlice:
+    start, end = sequence.kv_len, sequence.kv_len + chunk.num_tokens
+    return SequenceSlice(
+        token_ids=tuple(sequence.token_ids[start:end].tolist()),
+        start=start,
+        block_table=tuple(sequence.block_table[: blocks_for(end)]),
+        num_logit_rows=chunk.num_logit_rows,
+    )
+
+
+def _resolve(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in outcomes:
+        if future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,0 +1,111 @@
+"""What a draft replica and a target replica have in common: an identity, a loop, a load.
+
+Not here: drafting and verifying (`draft_service.proposer`, `target_service.verifier`, which build on this).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from specdec import __version__
+from specdec.engine.base import Worker
+from specdec.engine.job import Program
+from specdec.engine.loop import EngineLoop
+from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS
+from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, LawParams, Round
+
+DEFAULT_MAX_GAMMA = 16
+
+_WARM_UP_SESSION = "warm-up"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """Identity and limits of a replica."""
+
+    replica_id: str = "local"
+    """Unique name of this process in its pool."""
+    model: str = ""
+    """Path or hub id, as given; only reported."""
+    pool: str = "default"
+    """Name of the replica pool; only reported."""
+    max_gamma: int = DEFAULT_MAX_GAMMA
+    """Most draft tokens a round."""
+    max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
+    """Token budget of one step."""
+
+
+class ReplicaEngine:
+    """Owns the loop and answers what does not depend on the role."""
+
+    role: ClassVar[str]
+    """draft | target."""
+
+    def __init__(self, worker: Worker, program: Program, options: ReplicaOptions) -> None:
+        """Starts the device thread, which alone uses `worker` from now on."""
+        self._shape = worker.shape
+        self._options = options
+        self._engine_loop = EngineLoop(worker, program, max_step_tokens=options.max_step_tokens)
+
+    async def release(self, session_ids: list[str]) -> None:
+        """Frees sessions' KV. Idempotent; unknown ids are fine."""
+        await self._engine_loop.release(session_ids)
+
+    def info(self) -> EngineInfo:
+        """What this replica is, with its load now."""
+        load = self._engine_loop.load()
+        return EngineInfo(
+            version=__version__,
+            role=self.role,
+            pool=self._options.pool,
+            replica_id=self._options.replica_id,
+            model=self._options.model,
+            model_fingerprint=self._shape.model_fingerprint,
+            vocabulary_fingerprint=self._shape.vocabulary_fingerprint,
+            vocabulary_size=self._shape.vocabulary_size,
+            max_context_tokens=self._shape.max_context_tokens,
+            eos_token_ids=self._shape.eos_token_ids,
+            max_gamma=self._options.max_gamma,
+            num_kv_blocks=self._shape.num_kv_blocks,
+            kv_block_tokens=BLOCK_TOKENS,
+            kv_usage=load.kv_usage,
+            num_sessions=load.num_sessions,
+            draining=load.draining,
+            dtype=self._shape.dtype,
+            device=self._shape.device,
+        )
+
+    def check_integrity(self) -> None:
+        """Checks the KV books; only while no call is in flight, or after `close`.
+
+        Raises:
+            RuntimeError: a block is owned otherwise than counted.
+        """
+        self._engine_loop.check_integrity()
+
+    async def close(self) -> None:
+        """Finishes what is in flight, then frees everything. Idempotent."""
+        await self._engine_loop.close()
+
+    async def _release_warm_up(self) -> None:
+        await self.release([_WARM_UP_SESSION])
+
+    def _warm_up_round(self, round_id: int, law: LawParams) -> Round:
+        """A round of a session that no caller has."""
+        num_tokens = max(1, min(2 * BLOCK_TOKENS, self._shape.max_context_tokens - 2))
+        return Round(
+            session_id=_WARM_UP_SESSION,
+            epoch=0,
+            round_id=round_id,
+            start=0,
+            prefix_hash=b"",
+            token_ids=np.zeros(num_tokens, dtype=np.uint32),
+            law=law,
+            seed=0,
+            turn=0,
+            output_start=0,
+            draw_rule=DrawRule.LAW,
+        )

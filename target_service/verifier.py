@@ -1,0 +1,266 @@
+"""Runs draft tokens through the target model in one pass and answers what p says of them.
+
+The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It never depends on q: the draft's
+supports only say through which tokens p is looked at.
+
+Not here: threads and steps (`specdec.engine.loop`), the decision (the coordinator), protobuf (the servicer). Called by
+the target service's servicer and by tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specdec.core.random import DrawKey
+from specdec.engine import sampling
+from specdec.engine.admission import check_round, check_token_ids, digest_of
+from specdec.engine.base import Worker
+from specdec.engine.job import Call, Job, RowKind, row_kind
+from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
+from specdec.engine.sampling import LawContext
+from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS
+from specdec.errors import InvalidRequest
+from specdec.types import (
+    LawParams,
+    LawRow,
+    LogitRow,
+    TokenIds,
+    Verification,
+    VerifyRequest,
+)
+
+_NO_TOKENS = np.empty(0, dtype=np.uint32)
+_NO_PROBABILITIES = np.empty(0, dtype=np.float64)
+
+
+class Verifier(ReplicaEngine):
+    """The target service's engine (`specdec.engine.base.TargetEngine`) on a worker of its own."""
+
+    role = "target"
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        replica_id: str = "local",
+        model: str = "",
+        pool: str = "default",
+        max_gamma: int = DEFAULT_MAX_GAMMA,
+        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
+    ) -> None:
+        """Starts the device thread, which alone uses `worker` from now on.
+
+        Args:
+            worker: the target model.
+            replica_id: see `ReplicaOptions`, as the four after it.
+            model: path or hub id.
+            pool: name of the replica pool.
+            max_gamma: most draft tokens a round.
+            max_step_tokens: token budget of one step.
+        """
+        super().__init__(worker, _TargetProgram(), ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens))
+
+    async def verify(self, request: VerifyRequest) -> Verification:
+        """Answers p at every draft position and one beyond; see `TargetEngine.verify`.
+
+        Raises:
+            InvalidRequest: the request can never run; nothing of it is kept.
+        """
+        self._check(request)
+        num_draft_tokens = len(request.draft_token_ids)
+        call = Call(
+            request=request,
+            digest=digest_of(request),
+            draft_token_ids=request.draft_token_ids,
+            num_logit_rows=num_draft_tokens + 1,
+            max_kv_len=request.round.committed_len + num_draft_tokens,
+        )
+        verification: Verification = await self._engine_loop.call(call)
+        return verification
+
+    async def warm_up(self) -> None:
+        """Verifies in a session that is then forgotten, so that the first real call meets warm code."""
+        draft = np.zeros(1, dtype=np.uint32)
+        for round_id, temperature in enumerate((0.0, 1.0)):
+            warm_up_round = self._warm_up_round(round_id, LawParams(temperature=temperature))
+            await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
+        await self._release_warm_up()
+
+    def _check(self, request: VerifyRequest) -> None:
+        vocabulary_size = self._shape.vocabulary_size
+        check_round(request.round, vocabulary_size)
+        check_token_ids(request.draft_token_ids, vocabulary_size, "draft_token_ids")
+        num_draft_tokens = len(request.draft_token_ids)
+        if num_draft_tokens > self._options.max_gamma:
+            raise InvalidRequest(
+                f"{num_draft_tokens} draft tokens, at most {self._options.max_gamma} are verified",
+                field="draft_token_ids",
+            )
+        num_tokens = request.round.committed_len + num_draft_tokens
+        if num_tokens > self._shape.max_context_tokens:
+            raise InvalidRequest(
+                f"{num_tokens} tokens with the draft ones, the context is {self._shape.max_context_tokens}",
+                reason="CONTEXT_TOO_LONG",
+                field="round.token_ids",
+            )
+        num_supports = num_draft_tokens if row_kind(request.round) is RowKind.LAW else 0
+        if len(request.support_ids) != num_supports:
+            raise InvalidRequest(
+                f"{len(request.support_ids)} supports for {num_draft_tokens} draft tokens, this round needs "
+                f"{num_supports}",
+                field="supports",
+            )
+        for support_ids in request.support_ids:
+            check_token_ids(support_ids, vocabulary_size, "supports")
+            if np.any(support_ids[1:] <= support_ids[:-1]):
+                raise InvalidRequest("the token ids of a support must ascend", field="supports")
+        if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocabulary_size:
+            raise InvalidRequest(f"num_logprobs must be in 0..{vocabulary_size}", field="num_logprobs")
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The logit rows of one job, and what is said of them."""
+
+    job: Job
+    first: int
+    """Index of the job's first row in the step."""
+    choice_token_ids: TokenIds = _NO_TOKENS
+    choice_probabilities: np.ndarray = _NO_PROBABILITIES  # float64
+    law_rows: tuple[LawRow, ...] = ()
+    logit_rows: tuple[LogitRow, ...] = ()
+
+    @property
+    def request(self) -> VerifyRequest:
+        return self.job.call.request
+
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + self.job.num_logit_rows)
+
+    @property
+    def contexts(self) -> list[LawContext]:
+        """One a row; the history includes the draft tokens before it."""
+        asked = self.request.round
+        token_ids = self.job.token_ids
+        return [
+            LawContext(asked.law, token_ids[: asked.committed_len + index], asked.output_start)
+            for index in range(self.job.num_logit_rows)
+        ]
+
+    @property
+    def support_ids(self) -> list[TokenIds]:
+        """One a row; empty at the bonus position, and everywhere in greedy and coupled rounds."""
+        supports = self.request.support_ids
+        return [*supports, *[_NO_TOKENS] * (self.job.num_logit_rows - len(supports))]
+
+    @property
+    def tail_ids(self) -> list[int]:
+        """One a row: z or the choice; -1 where absent."""
+        return [row.tail_token_id for row in self.law_rows] or self.choice_token_ids.tolist()
+
+
+class _TargetProgram:
+    """Turns a step's logit rows into answers, one batch a kind. Device thread only."""
+
+    def __init__(self) -> None:
+        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.LAW: _look_law}
+
+    def advance(self, jobs: Sequence[Job], logits: torch.Tensor) -> None:
+        """Finishes every job from its `num_logit_rows` rows of `logits` (float32 [R, V])."""
+        first = 0
+        all_rows: list[_Rows] = []
+        by_kind: dict[RowKind, list[_Rows]] = {}
+        with_logprobs: dict[int, list[_Rows]] = {}
+        for job in jobs:
+            rows = _Rows(job, first)
+            first += job.num_logit_rows
+            all_rows.append(rows)
+            by_kind.setdefault(row_kind(rows.request.round), []).append(rows)
+            if rows.request.num_logprobs is not None:
+                with_logprobs.setdefault(rows.request.num_logprobs, []).append(rows)
+        for kind, group in by_kind.items():
+            self._look[kind](group, _logits_of(group, logits))
+        for num_logprobs, group in with_logprobs.items():
+            _add_logit_rows(group, _logits_of(group, logits), num_logprobs)
+        for rows in all_rows:
+            rows.job.finish(_verification(rows))
+
+
+def _logits_of(group: Sequence[_Rows], logits: torch.Tensor) -> torch.Tensor:
+    indices = [index for rows in group for index in rows.indices]
+    return logits if len(indices) == len(logits) else logits[indices]
+
+
+def _contexts_of(group: Sequence[_Rows]) -> list[LawContext]:
+    return [context for rows in group for context in rows.contexts]
+
+
+def _look_greedy(group: Sequence[_Rows], logits: torch.Tensor) -> None:
+    choices = iter(sampling.greedy_choices(logits, _contexts_of(group)))
+    for rows in group:
+        rows.choice_token_ids = np.array([next(choices) for _ in rows.indices], dtype=np.uint32)
+        rows.choice_probabilities = np.ones(len(rows.indices), dtype=np.float64)
+
+
+def _look_coupled(group: Sequence[_Rows], logits: torch.Tensor) -> None:
+    contexts = _contexts_of(group)
+    drawn_with = [rows.request.round for rows in group for _ in rows.indices]
+    choices, probabilities = sampling.coupled_choices(
+        sampling.filtered_laws(logits, contexts),
+        [asked.seed for asked in drawn_with],
+        [asked.turn for asked in drawn_with],
+        [len(context.history) for context in contexts],
+    )
+    first = 0
+    for rows in group:
+        end = first + len(rows.indices)
+        rows.choice_token_ids = np.array(choices[first:end], dtype=np.uint32)
+        rows.choice_probabilities = np.array(probabilities[first:end], dtype=np.float64)
+        first = end
+
+
+def _look_law(group: Sequence[_Rows], logits: torch.Tensor) -> None:
+    uniforms: list[float] = []
+    for rows in group:
+        asked = rows.request.round
+        key = DrawKey(asked.seed, asked.turn, asked.committed_len)
+        uniforms += key.tail_uniforms(len(rows.request.draft_token_ids))
+    law_rows = iter(
+        sampling.law_rows(
+            sampling.filtered_laws(logits, _contexts_of(group)),
+            [support_ids for rows in group for support_ids in rows.support_ids],
+            uniforms,
+        )
+    )
+    for rows in group:
+        rows.law_rows = tuple(next(law_rows) for _ in rows.indices)
+
+
+def _add_logit_rows(group: Sequence[_Rows], logits: torch.Tensor, num_logprobs: int) -> None:
+    logit_rows = iter(
+        sampling.logit_rows(
+            logits,
+            [support_ids for rows in group for support_ids in rows.support_ids],
+            [tail_id for rows in group for tail_id in rows.tail_ids],
+            num_logprobs,
+        )
+    )
+    for rows in group:
+        rows.logit_rows = tuple(next(logit_rows) for _ in rows.indices)
+
+
+def _verification(rows: _Rows) -> Verification:
+    return Verification(
+        choice_token_ids=rows.choice_token_ids,
+        choice_probabilities=rows.choice_probabilities,
+        rows=rows.law_rows,
+        logit_rows=rows.logit_rows,
+        kv_len=rows.job.kv_len,
+        num_cached_tokens=rows.job.num_cached_tokens,
+        forward_s=rows.job.elapsed_s,
+    )
