@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.cli.generate import add_request_flags, request_options
+from specdec.cli.generate import BUDGETS, add_request_flags, request_options
 from specdec.cli.terminal import TokenWriter, closing_line, wants_colour
 from specdec.client import ChatMessage, Client, Stream
 from specdec.errors import SpecdecError
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print(f"Ctrl-C stops an answer, Ctrl-D leaves.  {writer.legend()}", file=sys.stderr)
     session_id = uuid.uuid4().hex
     messages: list[ChatMessage] = []
-    with Client(args.endpoint) as client:
+    with Client(args.endpoint, budgets=BUDGETS) as client:
         try:
             while (line := _read_line()) is not None:
                 if not line.strip():

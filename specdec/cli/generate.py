@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.cli.terminal import TokenWriter, closing_line, wants_colour
-from specdec.client import Client, GenerateOptions
+from specdec.client import Budgets, Client, GenerateOptions
 from specdec.types import Mode
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
+#: A person at a terminal who named the wrong endpoint wants to know at once; an answer under way is worth the wait.
+BUDGETS = Budgets(connect_s=1.0)
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
@@ -53,7 +55,7 @@ def request_options(args: argparse.Namespace) -> GenerateOptions:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Text goes to stdout and nothing else does; legend and closing line go to stderr."""
-    with Client(args.endpoint) as client:
+    with Client(args.endpoint, budgets=BUDGETS) as client:
         if args.json:
             completion = client.generate(args.prompt, **request_options(args))
             print(json.dumps(completion.to_dict(), ensure_ascii=False))

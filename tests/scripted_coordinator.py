@@ -1,0 +1,86 @@
+"""A real gRPC `CoordinatorService` whose Generate calls follow a script, for tests of clients.
+
+Not the coordinator: it speaks the proto and nothing else, so that tests choose where a stream breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+
+import grpc
+
+from specdec.errors import SpecdecError
+from specdec.rpc.status import to_status, trailing_metadata
+from specdec.v1 import coordinator_pb2 as pb
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
+
+Event = pb.GenerateResponse | SpecdecError
+Script = Callable[[pb.GenerateRequest], list[Event]]
+
+
+def started(request: pb.GenerateRequest) -> pb.GenerateResponse:
+    return pb.GenerateResponse(started=pb.Started(session_id=request.session_id, request_id=request.request_id, seed=1))
+
+
+def tokens(index: int, token_ids: list[int], sources: str = "") -> pb.GenerateResponse:
+    """A chunk whose token n reads "<n>"; `sources` has a letter of acbt a token."""
+    letters = {"a": 1, "c": 2, "b": 3, "t": 4}
+    details = [
+        pb.TokenDetail(source=letters[letter], p=0.5, text=f"<{token}>")
+        for letter, token in zip(sources, token_ids, strict=bool(sources))
+    ]
+    text = "".join(f"<{token}>" for token in token_ids)
+    return pb.GenerateResponse(tokens=pb.TokenChunk(index=index, token_ids=token_ids, text=text, details=details))
+
+
+def finished(num_output_tokens: int, reason: int = pb.FINISH_REASON_LENGTH) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        finished=pb.Finished(
+            reason=reason,
+            usage=pb.Usage(num_prompt_tokens=3, num_output_tokens=num_output_tokens),
+            stats=pb.GenerationStats(num_rounds=2, num_draft_tokens=4, num_accepted_tokens=2, e2el_s=0.5, wire_bytes=9),
+        )
+    )
+
+
+@dataclass
+class ScriptedCoordinator(CoordinatorServiceServicer):
+    """Call n of Generate follows `scripts[n]`, the last one ever after; an error in a script ends the call with it."""
+
+    scripts: list[Script]
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:  # noqa: N802
+        self.requests.append(request)
+        script = self.scripts[min(len(self.requests), len(self.scripts)) - 1]
+        for event in script(request):
+            if isinstance(event, SpecdecError):
+                refuse(event, context)
+            yield event
+
+    def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:  # noqa: N802
+        return pb.TokenizeResponse(token_ids=[len(request.text), len(request.messages.messages)])
+
+    def DeleteSession(  # noqa: N802
+        self, request: pb.DeleteSessionRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteSessionResponse:
+        self.deleted.append(request.session_id)
+        return pb.DeleteSessionResponse()
+
+
+def refuse(error: SpecdecError, context: grpc.ServicerContext) -> None:
+    status = to_status(error)
+    context.set_trailing_metadata(trailing_metadata(status))
+    context.abort(next(code for code in grpc.StatusCode if code.value[0] == status.code), status.message)
+
+
+def serve(servicer: ScriptedCoordinator, address: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
+    """Starts a server; returns it and its endpoint."""
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    add_CoordinatorServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port(address)
+    server.start()
+    return server, f"127.0.0.1:{port}"

@@ -1,0 +1,97 @@
+"""Colours, legend and closing line."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
+from specdec.client import Chunk, Completion, GenerationStats, TokenDetail, Usage
+from specdec.types import TokenSource
+
+ANSI = re.compile("\x1b\\[([0-9;]*)m")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def detail(source: TokenSource, text: str) -> TokenDetail:
+    return TokenDetail(source=source, p=1, q=1, draft_pool="", logprob=None, top_logprobs=(), text=text)
+
+
+def completion(sources: str, num_rounds: int, e2el_s: float = 0.5) -> Completion:
+    details = tuple(detail(TokenSource("acbt".index(letter) + 1), "x") for letter in sources)
+    stats = GenerationStats(num_rounds, 0, 0, (), 0, 0.0, e2el_s, 0.0, 0.0, 0)
+    token_ids = tuple(range(len(sources)))
+    return Completion("s", "r", "x", token_ids, "stop", Usage(1, len(sources), 0), stats, details)
+
+
+TEXTS = ("a", " b", "", "\n c")
+CHUNK = Chunk(0, (1, 2, 3, 4), "a b\n c", tuple(map(detail, TokenSource, TEXTS)))
+
+
+@pytest.mark.parametrize(
+    ("stream", "environ", "coloured"),
+    [
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {}, False),
+        (io.StringIO(), {"FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_colour_needs_a_terminal_and_no_refusal(stream: io.StringIO, environ: dict[str, str], coloured: bool) -> None:
+    assert wants_colour(stream, environ) is coloured
+
+
+def test_each_token_has_the_colour_of_its_source_and_the_text_is_unchanged() -> None:
+    stream = Terminal()
+    writer = TokenWriter(stream, coloured=True)
+    writer.write(CHUNK)
+    assert ANSI.sub("", stream.getvalue()) == "a b\n c"
+    legend_codes = [code for code in ANSI.findall(writer.legend()) if code != "0"]
+    assert len(set(legend_codes)) == 4
+    shown_codes = [code for code in ANSI.findall(stream.getvalue()) if code != "0"]
+    assert shown_codes == [legend_codes[0], legend_codes[1], legend_codes[3]]
+    assert ANSI.sub("", writer.legend()).split() == ["accepted", "corrected", "bonus", "target-only"]
+
+
+def test_without_colour_the_text_is_plain_and_there_is_no_legend() -> None:
+    stream = io.StringIO()
+    writer = TokenWriter(stream, coloured=False)
+    writer.write(CHUNK)
+    assert stream.getvalue() == "a b\n c"
+    assert writer.legend() == ""
+
+
+def test_text_that_details_do_not_add_up_to_is_shown_plainly() -> None:
+    stream = Terminal()
+    TokenWriter(stream, coloured=True).write(Chunk(0, (1,), "whole", (detail(TokenSource.BONUS, "half"),)))
+    assert stream.getvalue() == "whole"
+
+
+def test_a_models_escape_sequences_do_not_reach_a_terminal_but_do_reach_a_pipe() -> None:
+    chunk = Chunk(0, (1,), "\x1b[2J", ())
+    terminal, pipe = Terminal(), io.StringIO()
+    TokenWriter(terminal, coloured=False).write(chunk)
+    TokenWriter(pipe, coloured=False).write(chunk)
+    assert "\x1b" not in terminal.getvalue()
+    assert pipe.getvalue() == "\x1b[2J"
+
+
+def test_the_closing_line_has_rounds_alpha_of_tested_tokens_tau_and_speed() -> None:
+    assert closing_line(completion("aacaab", 2)) == "rounds 2  alpha 0.80  tau 3.00  12.0 tokens/s"
+
+
+def test_the_closing_line_of_a_target_only_output_has_no_alpha() -> None:
+    assert closing_line(completion("tt", 2)) == "rounds 2  alpha n/a  tau 1.00  4.0 tokens/s"
+
+
+def test_an_empty_output_has_no_speed() -> None:
+    assert tokens_per_s(completion("", 0, e2el_s=0.0)) == 0.0
+    assert closing_line(completion("", 0)) == "rounds 0  alpha n/a  tau n/a  0.0 tokens/s"

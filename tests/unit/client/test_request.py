@@ -1,0 +1,111 @@
+"""`generate`'s arguments as one message of the proto."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specdec.client.request import GenerateOptions, build_request
+from specdec.client.results import Completion, GenerationStats, Usage
+from specdec.errors import InvalidRequest
+from specdec.types import Mode
+from specdec.v1 import coordinator_pb2 as pb
+
+
+def test_every_option_reaches_its_field() -> None:
+    request = build_request(
+        None,
+        GenerateOptions(
+            prompt_token_ids=[1, 2], session_id="s", request_id="r", max_new_tokens=9, min_new_tokens=2,
+            temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5, presence_penalty=0.5,
+            frequency_penalty=-0.5, logit_bias={3: -1.5}, seed=2**64 - 1, stop=["a", "b"], stop_token_ids=[4],
+            ignore_eos=True, logprobs=0, mode="coupled", gamma=0, draft_pool="code", provenance=True,
+        ),
+    )  # fmt: skip
+    assert request == pb.GenerateRequest(
+        session_id="s",
+        request_id="r",
+        prompt_token_ids=pb.TokenIds(ids=[1, 2]),
+        sampling=pb.SamplingParams(
+            max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125,
+            repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={3: -1.5}, seed=2**64 - 1,
+            stop=["a", "b"], stop_token_ids=[4], ignore_eos=True, logprobs=0,
+        ),
+        speculation=pb.SpeculationParams(mode=pb.SPECULATION_MODE_COUPLED, gamma=0, draft_pool="code"),
+        return_provenance=True,
+    )  # fmt: skip
+
+
+def test_every_field_of_the_proto_has_an_option() -> None:
+    names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    names |= {field.name for field in pb.SpeculationParams.DESCRIPTOR.fields}
+    assert names <= GenerateOptions.__annotations__.keys()
+
+
+def test_what_is_not_given_is_left_to_the_server() -> None:
+    request = build_request("hello", GenerateOptions(temperature=None, mode=None))
+    assert request.sampling == pb.SamplingParams()
+    assert request.speculation == pb.SpeculationParams()
+    assert not request.HasField("resume_from")
+
+
+def test_zero_temperature_is_sent_and_differs_from_no_temperature() -> None:
+    assert build_request("p", GenerateOptions(temperature=0)).sampling.HasField("temperature")
+
+
+def test_each_request_has_ids_of_its_own() -> None:
+    first, second = build_request("p", {}), build_request("p", {})
+    assert first.session_id != second.session_id
+    assert first.request_id != second.request_id
+
+
+@pytest.mark.parametrize("mode", [Mode.BLOCK, "block", "BLOCK"])
+def test_a_mode_is_an_enum_member_or_its_name(mode: Mode | str) -> None:
+    assert build_request("p", GenerateOptions(mode=mode)).speculation.mode == pb.SPECULATION_MODE_BLOCK
+
+
+def test_empty_inputs_are_sent_for_the_server_to_refuse() -> None:
+    assert build_request("", {}).WhichOneof("input") == "prompt"
+    assert build_request(None, GenerateOptions(prompt_token_ids=[])).WhichOneof("input") == "prompt_token_ids"
+    assert build_request(None, GenerateOptions(messages=[])).WhichOneof("input") == "messages"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (None, {}, "input"),
+        ("p", {"prompt_token_ids": [1]}, "input"),
+        ("p", {"top_k": -1}, "sampling.top_k"),
+        ("p", {"seed": 2**64}, "sampling.seed"),
+        ("p", {"temperature": "hot"}, "sampling.temperature"),
+        ("p", {"logit_bias": {-1: 1.0}}, "sampling.logit_bias"),
+        ("p", {"stop_token_ids": [-1]}, "sampling.stop_token_ids"),
+        ("p", {"gamma": 2**32}, "speculation.gamma"),
+        ("p", {"mode": "fast"}, "speculation.mode"),
+        ("\udc80", {}, "prompt"),
+        (None, {"prompt_token_ids": [-1]}, "prompt_token_ids.ids"),
+        (None, {"messages": [{"role": "user"}]}, "messages"),
+        (None, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    ],
+)
+def test_what_does_not_fit_a_message_is_refused_by_field(prompt: str | None, options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(prompt, options)
+    assert caught.value.field == field
+
+
+def test_an_option_that_does_not_exist_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        build_request("p", {"temprature": 1.0})  # type: ignore[typeddict-unknown-key]
+
+
+def test_a_completion_becomes_json_with_the_names_of_the_proto() -> None:
+    stats = GenerationStats(2, 4, 2, (1, 1), 0, 0.1, 0.5, 0.2, 0.2, 2**40)
+    completion = Completion("s", "r", "text", (1, 2), "stop", Usage(3, 2, 0), stats)
+    shown = json.loads(json.dumps(completion.to_dict()))
+    assert list(shown) == ["session_id", "request_id", "text", "token_ids", "finish_reason", "usage", "stats"]
+    assert list(shown["usage"]) == [field.name for field in pb.Usage.DESCRIPTOR.fields]
+    assert list(shown["stats"]) == [field.name for field in pb.GenerationStats.DESCRIPTOR.fields]
+    assert shown["stats"]["wire_bytes"] == 2**40

@@ -1,0 +1,213 @@
+"""Streams of both clients against a real gRPC server that breaks them off where the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from specdec.client import AsyncClient, Budgets, Chunk, Client, Completion
+from specdec.errors import Internal, InvalidRequest, LeaseLost, NotFound, SessionBusy, SessionLost, Unavailable
+from specdec.types import TokenSource
+from specdec.v1 import coordinator_pb2 as pb
+from tests.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens
+
+QUICK = Budgets(connect_s=5.0, resume_s=5.0)
+Run = Callable[[list[Script]], tuple[ScriptedCoordinator, list[Chunk], Completion]]
+
+
+def soon(error: Unavailable | LeaseLost) -> Event:
+    error.retry_after_s = 0.0
+    return error
+
+
+def run_blocking(endpoint: str) -> tuple[list[Chunk], Completion]:
+    with Client(endpoint, budgets=QUICK) as client, client.generate("p", stream=True, temperature=0) as stream:
+        return list(stream), stream.result()
+
+
+def run_async(endpoint: str) -> tuple[list[Chunk], Completion]:
+    async def read() -> tuple[list[Chunk], Completion]:
+        async with (
+            AsyncClient(endpoint, budgets=QUICK) as client,
+            client.generate("p", stream=True, temperature=0) as stream,
+        ):
+            return [chunk async for chunk in stream], await stream.result()
+
+    return asyncio.run(read())
+
+
+@pytest.fixture(params=[run_blocking, run_async], ids=["blocking", "async"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    servers = []
+
+    def run_scripts(scripts: list[Script]) -> tuple[ScriptedCoordinator, list[Chunk], Completion]:
+        servicer = ScriptedCoordinator(scripts)
+        server, endpoint = serve(servicer)
+        servers.append(server)
+        return (servicer, *request.param(endpoint))
+
+    yield run_scripts
+    for server in servers:
+        server.stop(None)
+
+
+def test_a_stream_hands_over_every_chunk_and_then_the_whole_output(run: Run) -> None:
+    servicer, chunks, completion = run([lambda r: [started(r), tokens(0, [5, 6]), tokens(2, [7]), finished(3)]])
+    assert [chunk.token_ids for chunk in chunks] == [(5, 6), (7,)]
+    assert completion.text == "<5><6><7>"
+    assert completion.token_ids == (5, 6, 7)
+    assert completion.finish_reason == "length"
+    assert completion.usage.num_output_tokens == 3
+    assert completion.session_id == servicer.requests[0].session_id != ""
+    assert completion.request_id == servicer.requests[0].request_id != ""
+
+
+@pytest.mark.parametrize("error", [Unavailable("gone"), LeaseLost("taken")], ids=["unavailable", "lease lost"])
+def test_a_broken_stream_resumes_after_the_last_token_it_handed_over(run: Run, error: Unavailable | LeaseLost) -> None:
+    servicer, chunks, completion = run(
+        [
+            lambda r: [started(r), tokens(0, [5, 6]), soon(error)],
+            lambda r: [started(r), tokens(2, [7]), soon(error)],
+            lambda r: [started(r), tokens(3, [8]), finished(4)],
+        ]
+    )
+    assert [chunk.index for chunk in chunks] == [0, 2, 3]
+    assert completion.token_ids == (5, 6, 7, 8)
+    first, second, third = servicer.requests
+    assert (second.resume_from, third.resume_from) == (2, 3)
+    assert second.WhichOneof("input") is None
+    assert {r.session_id for r in servicer.requests} == {first.session_id}
+    assert {r.request_id for r in servicer.requests} == {first.request_id}
+
+
+def test_before_the_first_token_the_whole_request_is_sent_again_under_the_same_ids(run: Run) -> None:
+    servicer, _, completion = run(
+        [
+            lambda r: [soon(Unavailable("gone"))],
+            lambda r: [started(r), soon(Unavailable("gone again"))],
+            lambda r: [started(r), tokens(0, [5]), finished(1)],
+        ]
+    )
+    assert completion.token_ids == (5,)
+    assert all(request == servicer.requests[0] for request in servicer.requests)
+
+
+def test_a_stream_closed_without_its_end_is_resumed(run: Run) -> None:
+    _, _, completion = run(
+        [lambda r: [started(r), tokens(0, [5])], lambda r: [started(r), tokens(1, [6]), finished(2)]]
+    )
+    assert completion.token_ids == (5, 6)
+
+
+def test_a_chunk_the_caller_holds_already_is_not_handed_over_twice(run: Run) -> None:
+    _, chunks, completion = run(
+        [
+            lambda r: [started(r), tokens(0, [5, 6]), soon(Unavailable("gone"))],
+            lambda r: [started(r), tokens(0, [5, 6]), tokens(2, [7]), finished(3)],
+        ]
+    )
+    assert len(chunks) == 2
+    assert completion.text == "<5><6><7>"
+
+
+def test_a_busy_session_is_waited_for_only_after_an_interruption(run: Run) -> None:
+    _, _, completion = run(
+        [
+            lambda r: [started(r), tokens(0, [5]), soon(Unavailable("gone"))],
+            lambda r: [SessionBusy("the lease of the lost coordinator is alive")],
+            lambda r: [started(r), tokens(1, [6]), finished(2)],
+        ]
+    )
+    assert completion.token_ids == (5, 6)
+    with pytest.raises(SessionBusy):
+        run([lambda r: [SessionBusy("another request is running")]])
+
+
+@pytest.mark.parametrize(
+    "error", [NotFound("no such session"), SessionLost("log too short"), InvalidRequest("bad", field="sampling.top_p")]
+)
+def test_an_error_no_retry_can_help_is_raised_at_once(run: Run, error: NotFound) -> None:
+    with pytest.raises(type(error)) as caught:
+        run([lambda r: [started(r), tokens(0, [5]), error]])
+    assert (caught.value.message, caught.value.reason, caught.value.field) == (error.message, error.reason, error.field)
+
+
+def test_skipped_tokens_are_an_error_not_a_gap(run: Run) -> None:
+    with pytest.raises(Internal, match="where 1 was next"):
+        run([lambda r: [started(r), tokens(0, [5]), tokens(2, [7]), finished(3)]])
+
+
+def test_a_server_killed_under_a_stream_and_started_again_is_found_again() -> None:
+    first = ScriptedCoordinator([lambda r: [started(r), tokens(0, [5]), soon(Unavailable("going down"))]])
+    server, endpoint = serve(first)
+    second = ScriptedCoordinator([lambda r: [started(r), tokens(1, [6]), finished(2)]])
+    with Client(endpoint, budgets=QUICK) as client, client.generate("p", stream=True) as stream:
+        assert next(stream).token_ids == (5,)
+        server.stop(None).wait()
+        server, _ = serve(second, endpoint)
+        assert stream.result().token_ids == (5, 6)
+        assert second.requests[0].resume_from == 1
+    server.stop(None)
+
+
+def test_an_endpoint_where_nobody_listens_is_named_in_the_error() -> None:
+    with Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client:
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+            client.generate("p")
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+            client.info()
+
+
+def test_leaving_a_stream_cancels_the_call_at_the_server() -> None:
+    ended = asyncio.run(_leave_early())
+    assert ended
+
+
+async def _leave_early() -> bool:
+    servicer = ScriptedCoordinator([lambda r: [started(r), *(tokens(i, [i]) for i in range(1000)), finished(1000)]])
+    server, endpoint = serve(servicer)
+    async with AsyncClient(endpoint) as client, client.generate("p", stream=True) as stream:
+        await anext(stream)
+        call = stream._call
+    code = await call.code()
+    server.stop(None)
+    return bool(code.name == "CANCELLED")
+
+
+def test_a_stream_can_be_resumed_from_another_process_by_session_and_count() -> None:
+    servicer = ScriptedCoordinator(
+        [lambda r: [pb.GenerateResponse(started=pb.Started(request_id="r")), tokens(2, [7]), finished(3)]]
+    )
+    server, endpoint = serve(servicer)
+    with Client(endpoint) as client:
+        completion = client.resume("s", 2).result()
+    server.stop(None)
+    assert (completion.token_ids, completion.request_id, completion.session_id) == ((7,), "r", "s")
+    assert servicer.requests[0].resume_from == 2
+
+
+def test_details_name_source_probabilities_and_text_of_each_token() -> None:
+    server, endpoint = serve(
+        ScriptedCoordinator([lambda r: [started(r), tokens(0, [1, 2, 3, 4], "acbt"), finished(4)]])
+    )
+    with Client(endpoint) as client:
+        details = client.generate("p", provenance=True).details
+    server.stop(None)
+    assert [detail.source for detail in details] == list(TokenSource)
+    assert [detail.text for detail in details] == ["<1>", "<2>", "<3>", "<4>"]
+    assert all(detail.p == 0.5 and detail.q == 0 and detail.logprob is None for detail in details)
+
+
+def test_tokenize_and_delete_speak_for_text_and_for_messages() -> None:
+    servicer = ScriptedCoordinator([])
+    server, endpoint = serve(servicer)
+    with Client(endpoint) as client:
+        assert client.tokenize("abc") == (3, 0)
+        assert client.tokenize(messages=[{"role": "user", "content": "x"}]) == (0, 1)
+        client.delete_session("s")
+        with pytest.raises(InvalidRequest):
+            client.tokenize()
+    server.stop(None)
+    assert servicer.deleted == ["s"]
