@@ -10,10 +10,11 @@ the target service's servicer and by tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey
 from specdec.engine import sampling
@@ -129,8 +130,8 @@ class _Rows:
     job: Job
     first: int
     """Index of the job's first row in the step."""
-    choice_token_ids: TokenIds = _NO_TOKENS
-    choice_probabilities: np.ndarray = _NO_PROBABILITIES  # float64
+    choice_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
+    choice_probabilities: NDArray[np.float64] = field(default_factory=lambda: _NO_PROBABILITIES)
     law_rows: tuple[LawRow, ...] = ()
     logit_rows: tuple[LogitRow, ...] = ()
 
