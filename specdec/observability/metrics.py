@@ -7,7 +7,8 @@ observe (the coordinator's round loop, the servicers). Served by `start_metrics_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -160,12 +161,17 @@ class EngineMetrics:
         """Reads KV usage and session count from `load` whenever metrics are scraped."""
         self.registry.register(_LoadCollector(load, self._labels))
 
-    def call_started(self) -> None:
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around one call: counts it as running, and by its reason if it fails."""
         self._running.inc()
-
-    def call_ended(self) -> None:
-        """In any way: answered, failed or cancelled."""
-        self._running.dec()
+        try:
+            yield
+        except Exception as error:
+            self._failures.labels(**self._labels, reason=getattr(error, "reason", "INTERNAL")).inc()
+            raise
+        finally:
+            self._running.dec()
 
     def observe_call(
         self, *, duration_s: float, num_committed_tokens: int, num_cached_tokens: int, num_draft_tokens: int
@@ -175,10 +181,6 @@ class EngineMetrics:
         self._asked_tokens.inc(num_committed_tokens)
         self._cached_tokens.inc(num_cached_tokens)
         self._draft_tokens.inc(num_draft_tokens)
-
-    def observe_failure(self, reason: str) -> None:
-        """A call failed with this reason (api.md)."""
-        self._failures.labels(**self._labels, reason=reason).inc()
 
     def observe_step(self, *, num_sequences: int, num_tokens: int) -> None:
         """A forward pass was run. Callable from any thread."""

@@ -51,8 +51,9 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
         "round.session_id",
         f"must be 1 to {_MAX_SESSION_ID_BYTES} bytes, not {session_id_bytes}",
     )
+    # An empty prefix needs no hash.
     require(
-        len(message.prefix_hash) == _HASH_BYTES,
+        len(message.prefix_hash) == _HASH_BYTES or (message.start == 0 and not message.prefix_hash),
         "round.prefix_hash",
         f"must be {_HASH_BYTES} bytes, not {len(message.prefix_hash)}",
     )
@@ -60,7 +61,6 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
     require(len(committed) > 0, "round.token_ids", "must hold at least one token")
     require_vocabulary("round.token_ids", committed, limits)
     committed_len = message.start + len(committed)
-    require_context(committed_len, limits)
     require(
         message.output_start <= committed_len,
         "round.output_start",
