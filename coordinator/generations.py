@@ -1,0 +1,361 @@
+"""Admission: which generation a request starts, joins, resumes or replays; and every generation that runs here.
+
+The front of the coordinator behind gRPC. Not here: protobuf, the checks of a request's own fields (`validation`), a
+generation's life (`session`), what the store holds of it (`recovery`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from coordinator.gamma import GammaChooser, PoolRecord
+from coordinator.output import OutputWriter
+from coordinator.placement import Placement
+from coordinator.pool import ReplicaPools
+from coordinator.prompt import encode_prompt, resolve_sampling
+from coordinator.recovery import LoggedRequest, check_held, read_logged_request, record_of
+from coordinator.requests import (
+    Finished,
+    GenerationIdentity,
+    GenerationRequest,
+    GenerationStats,
+    OutputToken,
+    RequestParameters,
+)
+from coordinator.round import RoundOutcome, RoundRunner, RoundSetting
+from coordinator.session import Generation, GenerationParts, OutputStream, Subscription
+from coordinator.tokenizer import ServedTokenizer
+from coordinator.tokens import SessionTokens
+from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionBusy, Unavailable
+from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
+from specdec.types import Mode, TokenIds
+
+#: Pause between attempts to take over a session whose owner may be dead.
+_TAKEOVER_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """The knobs of admission; `config` says what each means."""
+
+    coordinator_id: str
+    lease_ttl_s: float
+    draft_timeout_s: float | None
+    max_running: int
+
+
+@dataclass(slots=True)
+class _Beginning:
+    """State a generation starts from, new or resumed."""
+
+    identity: GenerationIdentity
+    tokens: SessionTokens
+    writer: OutputWriter
+    round_id: int
+    stats: GenerationStats
+    began: float
+    agreed_len: int
+    """Tokens of the session that replicas may hold."""
+    is_new_session: bool = False
+    replayed: Sequence[OutputToken] = ()
+
+
+class Generations:
+    """Every generation of this coordinator. Used from one event loop."""
+
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        *,
+        store: SessionStore,
+        pools: ReplicaPools,
+        tokenizer: ServedTokenizer,
+        on_round: Callable[[RoundOutcome], None] = lambda outcome: None,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._pools = pools
+        self._tokenizer = tokenizer
+        self._on_round = on_round
+        self._placement = Placement(pools)
+        self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
+        self._running: dict[str, Generation] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._num_admitting = 0
+        self._is_draining = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def open(self, request: GenerationRequest) -> Subscription:
+        """Starts, joins, resumes or replays the generation a request means.
+
+        Idempotent by request id within a session. The caller must close the subscription.
+
+        Raises:
+            InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, or a request id that means another request.
+            NotFound: nothing to resume (SESSION_NOT_FOUND), no such pool (POOL_NOT_FOUND).
+            SessionBusy: another request runs on the session.
+            SessionLost: the log is shorter than what the caller holds.
+            ResourceExhausted: too many requests run (QUEUE_FULL).
+            Unavailable: draining, no target replica, or no store.
+        """
+        began = time.perf_counter()
+        session_id = request.session_id or f"s-{secrets.token_hex(12)}"
+        lock = self._locks.setdefault(session_id, asyncio.Lock())
+        async with lock:
+            running = self._running.get(session_id)
+            if running is not None and (running.is_cancelled or running.stream.is_over):
+                await asyncio.wait([running.task])
+            elif running is not None:
+                return self._join(running, request)
+            self._check_admission()
+            self._num_admitting += 1
+            try:
+                return await self._admit(replace(request, session_id=session_id), began)
+            finally:
+                self._num_admitting -= 1
+
+    async def record(self, session_id: str) -> SessionRecord:
+        """A session's record. Raises NotFound."""
+        record = await self._store.load(session_id)
+        if record is None:
+            raise _no_session(session_id)
+        return record
+
+    async def token_ids(self, session_id: str) -> TokenIds:
+        """A session's committed tokens."""
+        return await self._store.read_tokens(session_id)
+
+    async def delete(self, session_id: str) -> None:
+        """Ends what runs on a session and frees it everywhere. Idempotent."""
+        running = self._running.get(session_id)
+        if running is not None:
+            running.cancel(_no_session(session_id))
+            await asyncio.wait([running.task])
+        await self._forget(session_id)
+
+    async def drain(self, grace_s: float) -> None:
+        """Admits nothing more, lets what runs finish within `grace_s`, then cancels it. Leases are released."""
+        self._is_draining = True
+        tasks = [generation.task for generation in self._running.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        left = list(self._running.values())
+        for generation in left:
+            generation.cancel(Unavailable("the coordinator is shutting down", reason="DRAINING"))
+        if left:
+            await asyncio.wait([generation.task for generation in left])
+
+    # ---- admission ---------------------------------------------------------------------------------------------
+
+    def _check_admission(self) -> None:
+        if self._is_draining:
+            raise Unavailable("the coordinator is shutting down", reason="DRAINING")
+        if len(self._running) + self._num_admitting >= self._settings.max_running:
+            raise ResourceExhausted(f"at most {self._settings.max_running} requests run at once")
+
+    def _join(self, running: Generation, request: GenerationRequest) -> Subscription:
+        """Another reader for a running request."""
+        identity = running.stream.identity
+        if request.resume_from is None and request.request_id != identity.request_id:
+            raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
+        _check_same_request(request, identity.request_id, identity.digest)
+        num_held = request.resume_from or 0
+        check_held(num_held, len(running.stream.tokens))
+        return running.subscribe(num_held)
+
+    async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
+        record = await self._store.load(request.session_id)
+        stored = record.request if record else None
+        if request.resume_from is not None and stored is None:
+            raise _no_session(request.session_id)
+        if stored is not None and (request.resume_from is not None or request.request_id == stored.request_id):
+            return await self._resume(stored, request, began)
+        if record is not None and record.status == "running":
+            raise SessionBusy(f"another request is running on session {request.session_id}")
+        return await self._begin(record, request, began)
+
+    async def _begin(self, record: SessionRecord | None, request: GenerationRequest, began: float) -> Subscription:
+        """Starts a new turn."""
+        session_id = request.session_id
+        self._check_serving()
+        draft_pool = self._pools.route_draft(request.speculation.draft_pool)
+        held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
+        prompt = await asyncio.to_thread(encode_prompt, request, held, self._tokenizer)
+        sampling = resolve_sampling(request, prompt, self._pools.max_context_tokens)
+        identity = GenerationIdentity(
+            session_id=session_id,
+            request_id=request.request_id or f"r-{secrets.token_hex(12)}",
+            digest=request.digest,
+            turn=record.request.turn + 1 if record and record.request else 0,
+            output_start=prompt.num_tokens,
+            parameters=RequestParameters(sampling, replace(request.speculation, draft_pool=draft_pool)),
+        )
+        lease = await self._acquire(session_id, create=record is None)
+        try:
+            fresh = await self._store.load(session_id)
+            if fresh is None or fresh.num_tokens != len(held):
+                raise SessionBusy(f"session {session_id} has just been changed by another request")
+            await self._store.begin_request(
+                lease, record_of(identity), keep=prompt.keep, token_ids=prompt.new_token_ids
+            )
+        except BaseException:
+            await asyncio.shield(self._give_back(lease, session_id, is_new=record is None))
+            raise
+        beginning = _Beginning(
+            identity=identity,
+            tokens=SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()]),
+            writer=OutputWriter(self._tokenizer, sampling, self._pools.target_info.eos_token_ids),
+            round_id=fresh.round_id,
+            stats=GenerationStats(),
+            began=began,
+            agreed_len=prompt.keep,
+            is_new_session=record is None,
+        )
+        return self._start(lease, beginning).subscribe(0)
+
+    async def _resume(self, stored: RequestRecord, request: GenerationRequest, began: float) -> Subscription:
+        """Replays the session's last request from the log; if it is unfinished, carries on with it."""
+        session_id, num_held = request.session_id, request.resume_from or 0
+        _check_same_request(request, stored.request_id, stored.request_digest)
+        if stored.finish_reason is not None:
+            logged = await self._read_log(session_id)
+            check_held(num_held, len(logged.output))
+            return _replay(logged, num_held)
+        self._check_serving()
+        lease = await self._take_over(session_id)
+        try:
+            logged = await self._read_log(session_id)
+            check_held(num_held, len(logged.output))
+            if logged.finish_reason is not None:
+                await self._store.release(lease)
+                return _replay(logged, num_held)
+        except BaseException:
+            await asyncio.shield(self._give_back(lease, session_id, is_new=False))
+            raise
+        beginning = _Beginning(
+            identity=logged.identity,
+            tokens=SessionTokens(logged.token_ids),
+            writer=logged.writer,
+            round_id=logged.round_id,
+            stats=logged.stats,
+            began=began,
+            agreed_len=len(logged.token_ids),
+            replayed=logged.output,
+        )
+        return self._start(lease, beginning).subscribe(num_held)
+
+    def _start(self, lease: Lease, beginning: _Beginning) -> Generation:
+        """Starts the task; nothing is awaited, so a lease taken before is always owned by somebody."""
+        identity, parameters = beginning.identity, beginning.identity.parameters
+        sampling, speculation = parameters.sampling, parameters.speculation
+        replicas = self._placement.session(identity.session_id)
+        replicas.draft_pool = speculation.draft_pool
+        replicas.settle(beginning.agreed_len, assumed_len=0 if beginning.is_new_session else beginning.agreed_len)
+        setting = RoundSetting(
+            session_id=identity.session_id,
+            epoch=lease.epoch,
+            turn=identity.turn,
+            output_start=identity.output_start,
+            law=sampling.law,
+            seed=sampling.seed,
+            mode=speculation.mode,
+            num_logprobs=sampling.num_logprobs,
+            draft_timeout_s=self._settings.draft_timeout_s,
+        )
+        gamma = GammaChooser(
+            self._pool_records[speculation.draft_pool],
+            fixed=0 if speculation.mode is Mode.OFF else speculation.gamma,
+            max_gamma=self._pools.max_gamma,
+        )
+        parts = GenerationParts(
+            store=self._store,
+            lease=lease,
+            runner=RoundRunner(setting, beginning.tokens, replicas, gamma),
+            replicas=replicas,
+            tokens=beginning.tokens,
+            writer=beginning.writer,
+            round_id=beginning.round_id,
+            stats=beginning.stats,
+            began=beginning.began,
+            on_round=self._on_round,
+            on_barren_failure=lambda: self._forget_if(beginning.is_new_session, identity.session_id),
+        )
+        generation = Generation(identity, parts, beginning.replayed)
+        self._running[identity.session_id] = generation
+        generation.task.add_done_callback(lambda _: self._running.pop(identity.session_id, None))
+        return generation
+
+    def _check_serving(self) -> None:
+        if not self._pools.is_ready:
+            raise Unavailable("no target replica can be reached")
+
+    async def _read_log(self, session_id: str) -> LoggedRequest:
+        return await read_logged_request(
+            self._store, session_id, self._tokenizer, self._pools.target_info.eos_token_ids
+        )
+
+    # ---- leases ------------------------------------------------------------------------------------------------
+
+    async def _acquire(self, session_id: str, *, create: bool) -> Lease:
+        owner = f"{self._settings.coordinator_id}:{secrets.token_hex(8)}"
+        return await self._store.acquire(session_id, owner=owner, ttl_s=self._settings.lease_ttl_s, create=create)
+
+    async def _take_over(self, session_id: str) -> Lease:
+        """Acquires an unfinished session, waiting as long as a dead owner's lease may still live."""
+        deadline = time.monotonic() + self._settings.lease_ttl_s + _TAKEOVER_PAUSE_S
+        while True:
+            try:
+                return await self._acquire(session_id, create=False)
+            except SessionBusy:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_TAKEOVER_PAUSE_S)
+
+    async def _give_back(self, lease: Lease, session_id: str, *, is_new: bool) -> None:
+        await self._store.release(lease)
+        await self._forget_if(is_new, session_id)
+
+    async def _forget_if(self, is_new: bool, session_id: str) -> None:
+        """A session made by a request that failed before its first token is of no use to anybody."""
+        if is_new:
+            await self._forget(session_id)
+
+    async def _forget(self, session_id: str) -> None:
+        self._placement.forget(session_id)
+        await self._store.delete(session_id)
+        await self._pools.release(session_id)
+
+
+def _no_session(session_id: str) -> NotFound:
+    return NotFound(f"session_id {session_id!r} is not a session", field="session_id")
+
+
+def _check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:
+    """A resumption may leave the request's id out, but not name another; a retry must ask the same."""
+    if request.request_id and request.request_id != request_id:
+        raise InvalidRequest(
+            f"request_id must be that of the session's last request, {request_id!r}, got {request.request_id!r}",
+            field="request_id",
+        )
+    if request.resume_from is None and request.digest != digest:
+        raise InvalidRequest(f"request_id {request_id!r} was used for another request", field="request_id")
+
+
+def _replay(logged: LoggedRequest, num_held: int) -> Subscription:
+    """A finished request, read again from the log."""
+    stream = OutputStream(logged.identity)
+    stream.publish(logged.output)
+    if logged.finish_reason is not None:
+        stream.finish(Finished(logged.finish_reason, logged.identity.output_start, len(logged.output), logged.stats))
+    return Subscription(stream, num_held, on_close=lambda: None)

@@ -1,0 +1,63 @@
+"""One request's output as it grows: text per token, and the token that ends it.
+
+Text is worked out token by token, so what a client has read after n tokens depends on those n tokens alone: whatever
+the rounds were, a replay from the log gives the same text. Not here: committing, streams. Called by `session`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.detokenizer import IncrementalDetokenizer
+from coordinator.requests import OutputToken, TokenProvenance
+from coordinator.tokenizer import ServedTokenizer
+from specdec.types import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class OutputStep:
+    """What one round added."""
+
+    tokens: tuple[OutputToken, ...]
+    finish_reason: FinishReason | None
+
+
+class OutputWriter:
+    """Turns decided tokens into output tokens until one of them ends the output."""
+
+    def __init__(self, tokenizer: ServedTokenizer, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+        """`sampling.max_new_tokens` must be the resolved limit, above 0."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.stop)
+        self._end_token_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        )
+        self._max_new_tokens = sampling.max_new_tokens
+        self._num_tokens = 0
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens that may still follow."""
+        return self._max_new_tokens - self._num_tokens
+
+    def write(self, token_ids: Sequence[int], provenance: Sequence[TokenProvenance | None]) -> OutputStep:
+        """Takes tokens up to the one that ends the output; those after it are discarded."""
+        written: list[OutputToken] = []
+        for token_id, origin in zip(token_ids, provenance, strict=True):
+            text, finish_reason = self._write_one(token_id)
+            written.append(OutputToken(token_id, text, origin))
+            if finish_reason is not None:
+                return OutputStep(tuple(written), finish_reason)
+        return OutputStep(tuple(written), None)
+
+    def _write_one(self, token_id: int) -> tuple[str, FinishReason | None]:
+        self._num_tokens += 1
+        if token_id in self._end_token_ids:
+            # The end token has no text of its own, but text held back in case a stop string began is now final.
+            return self._detokenizer.finish(), FinishReason.STOP
+        text, _, stopped = self._detokenizer.push([token_id])
+        if stopped:
+            return text, FinishReason.STOP_STRING
+        if self.remaining == 0:
+            return text + self._detokenizer.finish(), FinishReason.LENGTH
+        return text, None

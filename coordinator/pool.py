@@ -1,0 +1,237 @@
+"""The draft and target replicas a coordinator can reach: connections, vocabulary check, liveness.
+
+Replicas come from static endpoints or from the registry, polled. A replica is used once `GetEngineInfo` answered and
+its vocabulary is the tokenizer's; it is dead from a failed call until it answers again. Not here: which session goes
+where (`placement`), what is sent (`round`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+from specdec.errors import NotFound, SpecdecError, Unavailable, VocabularyMismatch
+from specdec.rpc.client import DraftLink, TargetLink
+from specdec.state.store import ReplicaRegistry
+from specdec.types import EngineInfo
+
+DRAFT = "draft"
+TARGET = "target"
+
+#: How long a replica may take to describe itself before it counts as dead.
+DESCRIBE_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Replica:
+    """One replica at one address, whichever process listens there."""
+
+    def __init__(self, role: str, address: str) -> None:
+        self.role = role
+        self.address = address
+        self.link: DraftLink | TargetLink = DraftLink(address) if role == DRAFT else TargetLink(address)
+        self.info: EngineInfo | None = None
+        self.is_alive = False
+        self._new_sessions = 0
+
+    @property
+    def pool(self) -> str:
+        return self.info.pool if self.info else ""
+
+    @property
+    def is_draining(self) -> bool:
+        return self.info is not None and self.info.draining
+
+    @property
+    def load(self) -> int:
+        """Sessions it holds, those we sent since it last told included."""
+        return (self.info.num_sessions if self.info else 0) + self._new_sessions
+
+    def note_new_session(self) -> None:
+        self._new_sessions += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Takes the replica out of use until it answers again."""
+        if self.is_alive:
+            _log.warning("%s replica %s failed: %s", self.role, self.address, error)
+        self.is_alive = False
+
+    async def describe(self, vocabulary_fingerprint: str) -> None:
+        """Asks the replica what it is; afterwards it is alive.
+
+        Raises:
+            VocabularyMismatch: its vocabulary is not ours.
+            SpecdecError, TimeoutError: it did not answer.
+        """
+        async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+            info = await self.link.info()
+        if info.vocabulary_fingerprint != vocabulary_fingerprint:
+            raise VocabularyMismatch(
+                f"{self.role} replica {info.replica_id} at {self.address} has vocabulary fingerprint "
+                f"{info.vocabulary_fingerprint}, the tokenizer has {vocabulary_fingerprint}"
+            )
+        if info.role != self.role:
+            raise Unavailable(f"{self.address} is a {info.role} service, a {self.role} service was expected")
+        if not self.is_alive:
+            _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
+        self.info = info
+        self.is_alive = True
+        self._new_sessions = 0
+
+
+class ReplicaPools:
+    """All replicas of both roles. Used from one event loop."""
+
+    def __init__(
+        self,
+        vocabulary_fingerprint: str,
+        *,
+        static_endpoints: Collection[tuple[str, str]] = (),
+        registry: ReplicaRegistry | None = None,
+        poll_interval_s: float = 1.0,
+        on_readiness: Callable[[bool], None] = lambda is_ready: None,
+    ) -> None:
+        """
+        Args:
+            static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
+            on_readiness: told whenever the answer to "is a target replica connected" changes.
+        """
+        self.vocabulary_fingerprint = vocabulary_fingerprint
+        self._static = frozenset(static_endpoints)
+        self._registry = None if static_endpoints else registry
+        self._poll_interval_s = poll_interval_s
+        self._on_readiness = on_readiness
+        self._replicas: dict[tuple[str, str], Replica] = {}
+        self._draft_pool_names: set[str] = set()
+        self._refused: set[tuple[str, str]] = set()
+        self._was_ready = False
+        self._last_target_info: EngineInfo | None = None
+
+    def targets(self) -> list[Replica]:
+        """Every target replica that ever described itself, alive or not, by address."""
+        return self._known(TARGET)
+
+    def drafts(self, pool: str) -> list[Replica]:
+        return [replica for replica in self._known(DRAFT) if replica.pool == pool]
+
+    def all_replicas(self) -> list[Replica]:
+        return self._known(TARGET) + self._known(DRAFT)
+
+    def _known(self, role: str) -> list[Replica]:
+        return [replica for (kind, _), replica in sorted(self._replicas.items()) if kind == role and replica.info]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a target replica can serve now."""
+        return any(replica.is_alive for replica in self.targets())
+
+    @property
+    def target_info(self) -> EngineInfo:
+        """What is served, as the target replicas describe it; the last known while none is reachable.
+
+        Raises:
+            Unavailable: no target replica has been connected yet.
+        """
+        infos = sorted(
+            ((not replica.is_alive, replica.info) for replica in self.targets() if replica.info),
+            key=lambda pair: pair[0],
+        )
+        if infos:
+            self._last_target_info = infos[0][1]
+        if self._last_target_info is None:
+            raise Unavailable("no target replica has been connected yet")
+        return self._last_target_info
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest session that every live target replica can hold, so that failover never meets a smaller one."""
+        live = [replica.info.max_context_tokens for replica in self.targets() if replica.is_alive and replica.info]
+        return min(live or [self.target_info.max_context_tokens])
+
+    @property
+    def max_gamma(self) -> int:
+        """Most draft tokens a round that every live replica allows."""
+        return min([self.target_info.max_gamma, *(r.info.max_gamma for r in self.all_replicas() if r.info)])
+
+    def route_draft(self, pool: str) -> str:
+        """The draft pool of a request that asked for `pool` ("": any); "" when there is no draft pool at all.
+
+        Raises:
+            NotFound: no draft pool of that name has ever been seen.
+        """
+        if pool and pool not in self._draft_pool_names:
+            raise NotFound(f"speculation.draft_pool {pool!r} is not a draft pool", reason="POOL_NOT_FOUND",
+                           field="speculation.draft_pool")  # fmt: skip
+        if pool:
+            return pool
+        live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})
+        return next(iter(live or sorted(self._draft_pool_names)), "")
+
+    async def poll(self) -> None:
+        """Looks at every replica once: connects new ones, revives and buries old ones.
+
+        Raises:
+            VocabularyMismatch: a static endpoint serves another vocabulary; a discovered one is refused and logged.
+        """
+        endpoints = await self._endpoints()
+        for key in self._replicas.keys() - endpoints:
+            await self._replicas.pop(key).link.close()
+        for key in endpoints - self._replicas.keys() - self._refused:
+            self._replicas[key] = Replica(*key)
+        self._refused &= endpoints
+        await asyncio.gather(*(self._check(key, replica) for key, replica in list(self._replicas.items())))
+        if self.is_ready != self._was_ready:
+            self._was_ready = self.is_ready
+            self._on_readiness(self.is_ready)
+
+    async def watch(self) -> None:
+        """Polls for ever. Raises as `poll` does."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(self._poll_interval_s)
+
+    async def close(self) -> None:
+        """Closes every connection. Idempotent."""
+        replicas, self._replicas = list(self._replicas.values()), {}
+        await asyncio.gather(*(replica.link.close() for replica in replicas))
+
+    async def release(self, session_id: str) -> None:
+        """Asks every live replica to free a session's KV. A replica that cannot be reached will evict it itself."""
+        live = [replica for replica in self.all_replicas() if replica.is_alive]
+        results = await asyncio.gather(
+            *(replica.link.release([session_id]) for replica in live), return_exceptions=True
+        )
+        for replica, result in zip(live, results, strict=True):
+            if isinstance(result, BaseException):
+                _log.warning("releasing a session on %s failed: %s", replica.address, result)
+
+    async def _endpoints(self) -> set[tuple[str, str]]:
+        if self._registry is None:
+            return set(self._static)
+        try:
+            return {
+                (role, record.address)
+                for role in (DRAFT, TARGET)
+                for record in await self._registry.replicas(role)
+            }  # fmt: skip
+        except SpecdecError as error:
+            # Without the registry the replicas we have go on serving.
+            _log.warning("the replica registry cannot be read: %s", error)
+            return set(self._replicas) | self._refused
+
+    async def _check(self, key: tuple[str, str], replica: Replica) -> None:
+        try:
+            await replica.describe(self.vocabulary_fingerprint)
+        except VocabularyMismatch as error:
+            if key in self._static:
+                raise
+            _log.error("refused: %s", error)
+            self._refused.add(key)
+            await self._replicas.pop(key).link.close()
+        except (SpecdecError, TimeoutError) as error:
+            replica.fail(error)
+        else:
+            if replica.role == DRAFT:
+                self._draft_pool_names.add(replica.pool)

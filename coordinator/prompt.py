@@ -1,0 +1,94 @@
+"""A turn's input as tokens, against what the session already holds, and how long its output may be.
+
+Not here: checks that need no tokens (`validation`). Called by `generations`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from coordinator.requests import GenerationRequest
+from coordinator.tokenizer import ServedTokenizer
+from coordinator.validation import DEFAULT_MAX_NEW_TOKENS
+from specdec.errors import InvalidRequest
+from specdec.types import SamplingParams, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a turn does to the session's tokens before its output begins."""
+
+    keep: int
+    """Tokens of the session that stay."""
+    new_token_ids: TokenIds
+    field: str
+    """The request field it came from."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keep + len(self.new_token_ids)
+
+
+def encode_prompt(request: GenerationRequest, held: TokenIds, tokenizer: ServedTokenizer) -> Prompt:
+    """Tokens of a turn. A text or ids are appended; a conversation keeps its longest common prefix with the session.
+
+    Args:
+        request: with an input.
+        held: uint32 [n]: the session's tokens; empty for a new session, which alone gets special tokens.
+
+    Raises:
+        InvalidRequest: the input is empty, or a conversation meets a model without a template (NO_CHAT_TEMPLATE).
+    """
+    if request.messages is not None:
+        whole = np.asarray(
+            tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in request.messages]),
+            np.uint32,
+        )
+        keep = _common_prefix_len(held, whole)
+        prompt = Prompt(keep, whole[keep:], "messages")
+    elif request.token_ids is not None:
+        prompt = Prompt(len(held), request.token_ids, "prompt_token_ids")
+    else:
+        token_ids = tokenizer.encode(request.text or "", add_special_tokens=len(held) == 0)
+        prompt = Prompt(len(held), np.asarray(token_ids, np.uint32), "prompt")
+    if prompt.num_tokens == 0:
+        raise InvalidRequest(f"{prompt.field} must not be empty", field=prompt.field)
+    return prompt
+
+
+def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tokens: int) -> SamplingParams:
+    """Fills in what depends on the session: the output's limit and, for an unseeded request, a seed.
+
+    Raises:
+        InvalidRequest: CONTEXT_TOO_LONG, naming the field at fault and the limit.
+    """
+    room = max_context_tokens - prompt.num_tokens
+    if room < 1:
+        raise InvalidRequest(
+            f"{prompt.field} must leave room for an output token: the session would hold {prompt.num_tokens} tokens, "
+            f"the context is {max_context_tokens}",
+            reason="CONTEXT_TOO_LONG",
+            field=prompt.field,
+        )
+    asked = request.sampling.max_new_tokens
+    if asked > room:
+        raise InvalidRequest(
+            f"sampling.max_new_tokens must be at most {room} after {prompt.num_tokens} tokens in a context of "
+            f"{max_context_tokens}, got {asked}",
+            reason="CONTEXT_TOO_LONG",
+            field="sampling.max_new_tokens",
+        )
+    return replace(
+        request.sampling,
+        max_new_tokens=asked or min(DEFAULT_MAX_NEW_TOKENS, room),
+        seed=request.sampling.seed if request.is_seeded else secrets.randbits(64),
+    )
+
+
+def _common_prefix_len(held: TokenIds, whole: TokenIds) -> int:
+    shorter = min(len(held), len(whole))
+    differences = np.flatnonzero(held[:shorter] != whole[:shorter])
+    return int(differences[0]) if len(differences) else shorter

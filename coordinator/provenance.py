@@ -1,0 +1,56 @@
+"""Where each token of a decided round came from: source, p, q, logprobs.
+
+Not here: the decision (core), the wire. Called by `round`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coordinator.requests import TokenLogprobs, TokenProvenance, TopLogprob
+from specdec.core.rejection import Decision
+from specdec.types import LogitRow, Support, TokenSource, Verification
+
+
+def trace_tokens(
+    decision: Decision, supports: tuple[Support, ...], verification: Verification, draft_pool: str
+) -> tuple[TokenProvenance, ...]:
+    """One entry per decided token; logprobs are set when the target sent logit rows."""
+    entries = []
+    for index, source in enumerate(decision.sources):
+        has_draft = source in (TokenSource.ACCEPTED, TokenSource.CORRECTED)
+        entries.append(
+            TokenProvenance(
+                source=source,
+                p=decision.p[index],
+                q=decision.q[index],
+                draft_pool=draft_pool if has_draft else "",
+                logprobs=_logprobs(decision.token_ids[index], index, supports, verification),
+            )
+        )
+    return tuple(entries)
+
+
+def _logprobs(
+    token_id: int, index: int, supports: tuple[Support, ...], verification: Verification
+) -> TokenLogprobs | None:
+    if not verification.logit_rows:
+        return None
+    row = verification.logit_rows[index]
+    support = supports[index] if index < len(supports) else None
+    return TokenLogprobs(
+        logprob=_emitted_logit(token_id, row, support) - row.logsumexp,
+        top=tuple(
+            TopLogprob(int(top_id), float(logit) - row.logsumexp)
+            for top_id, logit in zip(row.top_token_ids, row.top_logits, strict=True)
+        ),
+    )
+
+
+def _emitted_logit(token_id: int, row: LogitRow, support: Support | None) -> float:
+    """The emitted token is in the position's support, or it is the one token outside that the target named."""
+    if support is not None:
+        place = int(np.searchsorted(support.token_ids, token_id))
+        if place < len(support.token_ids) and support.token_ids[place] == token_id:
+            return float(row.support_logits[place])
+    return row.tail_logit

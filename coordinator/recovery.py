@@ -1,0 +1,135 @@
+"""What a request leaves in the session store, and how any coordinator reads it back to replay it or carry on.
+
+A record holds the request's parameters with its seed, its turn and where its output starts; the token log holds the
+rest. Randomness is keyed by seed, turn and position, so the law goes on where it stopped. Not here: leases, replicas
+(they answer KV_MISS and are sent what they lack). Called by `generations` and `session`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from coordinator.output import OutputWriter
+from coordinator.requests import (
+    GenerationIdentity,
+    GenerationStats,
+    OutputToken,
+    RequestParameters,
+    SpeculationChoice,
+)
+from coordinator.tokenizer import ServedTokenizer
+from specdec.errors import NotFound, SessionLost
+from specdec.state.store import RequestRecord, SessionStore
+from specdec.types import FinishReason, LawParams, Mode, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """A session's last request as the store knows it."""
+
+    identity: GenerationIdentity
+    token_ids: list[int]
+    """All tokens of the session."""
+    output: tuple[OutputToken, ...]
+    writer: OutputWriter
+    """Has written `output`; what follows continues its text."""
+    round_id: int
+    stats: GenerationStats
+    finish_reason: FinishReason | None
+
+
+async def read_logged_request(
+    store: SessionStore, session_id: str, tokenizer: ServedTokenizer, eos_token_ids: Sequence[int]
+) -> LoggedRequest:
+    """Rebuilds the state of a session's last request from its record and token log.
+
+    Raises:
+        NotFound: no such session, or no request in it.
+        SessionLost: the log ends before the output began.
+    """
+    record = await store.load(session_id)
+    if record is None or record.request is None:
+        raise NotFound(f"session {session_id} has no request to resume", field="session_id")
+    stored = record.request
+    token_ids = (await store.read_tokens(session_id)).tolist()
+    if len(token_ids) < stored.output_start:
+        raise SessionLost(f"session {session_id} has lost part of its prompt")
+    identity = identity_of(session_id, stored)
+    writer = OutputWriter(tokenizer, identity.parameters.sampling, eos_token_ids)
+    output = token_ids[stored.output_start :]
+    return LoggedRequest(
+        identity=identity,
+        token_ids=token_ids,
+        output=writer.write(output, [None] * len(output)).tokens,
+        writer=writer,
+        round_id=record.round_id,
+        stats=decode_stats(stored.stats_json),
+        finish_reason=stored.finish_reason,
+    )
+
+
+def check_held(num_held: int, num_output: int) -> None:
+    """Raises SessionLost when the caller holds more output tokens than the log does."""
+    if num_held > num_output:
+        raise SessionLost(
+            f"resume_from must be at most the {num_output} tokens of the output, got {num_held}", field="resume_from"
+        )
+
+
+def identity_of(session_id: str, stored: RequestRecord) -> GenerationIdentity:
+    return GenerationIdentity(
+        session_id=session_id,
+        request_id=stored.request_id,
+        digest=stored.request_digest,
+        turn=stored.turn,
+        output_start=stored.output_start,
+        parameters=decode_parameters(stored.parameters_json),
+    )
+
+
+def record_of(identity: GenerationIdentity) -> RequestRecord:
+    """What is stored of a request when it begins; `identity_of` reads it back."""
+    return RequestRecord(
+        request_id=identity.request_id,
+        request_digest=identity.digest,
+        parameters_json=encode_parameters(identity.parameters),
+        turn=identity.turn,
+        output_start=identity.output_start,
+    )
+
+
+def encode_parameters(parameters: RequestParameters) -> str:
+    """JSON that `decode_parameters` reads back exactly (floats round-trip)."""
+    sampling = parameters.sampling
+    # Keys of JSON objects are strings, so the bias travels as pairs.
+    law = asdict(replace(sampling.law, logit_bias={})) | {"logit_bias": list(sampling.law.logit_bias.items())}
+    flat = asdict(replace(sampling, law=LawParams(logit_bias={})))
+    return json.dumps({"sampling": flat | {"law": law}, "speculation": asdict(parameters.speculation)})
+
+
+def decode_parameters(text: str) -> RequestParameters:
+    """The inverse of `encode_parameters`."""
+    fields = json.loads(text)
+    law, sampling, speculation = fields["sampling"].pop("law"), fields["sampling"], fields["speculation"]
+    law |= {
+        "logit_bias": {int(token_id): bias for token_id, bias in law["logit_bias"]},
+        "end_token_ids": tuple(law["end_token_ids"]),
+    }
+    sampling |= {
+        "law": LawParams(**law),
+        "stop": tuple(sampling["stop"]),
+        "stop_token_ids": tuple(sampling["stop_token_ids"]),
+    }
+    speculation |= {"mode": Mode(speculation["mode"])}
+    return RequestParameters(SamplingParams(**sampling), SpeculationChoice(**speculation))
+
+
+def encode_stats(stats: GenerationStats) -> str:
+    return json.dumps(asdict(stats))
+
+
+def decode_stats(text: str) -> GenerationStats:
+    """The inverse of `encode_stats`; missing counters are 0."""
+    return GenerationStats(**json.loads(text))

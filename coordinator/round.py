@@ -1,0 +1,269 @@
+"""One round: choose gamma, propose, verify, decide. The target never waits for anything optional.
+
+docs/protocol.md is the specification. Not here: what happens to the decided tokens (`session`), the maths (core), the
+wire (rpc). A late, dead or confused draft turns the round into a target-only step; a dead target moves the session to
+another replica. Called by a generation, one round at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from coordinator.gamma import GammaChooser, RoundTimes
+from coordinator.placement import SessionReplicas
+from coordinator.pool import Replica
+from coordinator.provenance import trace_tokens
+from coordinator.requests import TokenProvenance
+from coordinator.tokens import SessionTokens
+from specdec.core.block import verify_block
+from specdec.core.coupling import verify_choices
+from specdec.core.random import DrawKey
+from specdec.core.rejection import Decision, verify_rejection
+from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, Unavailable
+from specdec.rpc.client import Reply
+from specdec.types import DrawRule, LawParams, Mode, Proposal, ProposeRequest, Round, Verification, VerifyRequest
+
+_log = logging.getLogger(__name__)
+
+ValueT = TypeVar("ValueT")
+
+_NO_PROPOSAL = Proposal(
+    draft_token_ids=np.empty(0, np.uint32), supports=(), lost_mass=(), kv_len=0, num_cached_tokens=0, forward_s=0.0
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSetting:
+    """What all rounds of one request have in common."""
+
+    session_id: str
+    epoch: int
+    turn: int
+    output_start: int
+    law: LawParams
+    seed: int
+    mode: Mode
+    num_logprobs: int | None
+    draft_timeout_s: float | None
+    """How long a round waits for its draft; None: until the draft answers or dies."""
+
+    @property
+    def draw_rule(self) -> DrawRule:
+        return DrawRule.COUPLED if self.mode in (Mode.COUPLED, Mode.OFF) else DrawRule.LAW
+
+    @property
+    def answers_choices(self) -> bool:
+        """Whether the target answers with token choices instead of laws."""
+        return self.law.is_greedy or self.draw_rule is DrawRule.COUPLED
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What a round decided. Nothing of it is committed yet."""
+
+    token_ids: tuple[int, ...]
+    provenance: tuple[TokenProvenance, ...]
+    num_draft_tokens: int
+    num_accepted: int
+    draft_s: float
+    """Wait for the draft, 0 when it was not asked."""
+    verify_s: float
+    wire_bytes: int
+    num_cached_tokens: int
+    """Committed tokens whose KV the target already held."""
+
+
+class RoundRunner:
+    """Runs the rounds of one request."""
+
+    def __init__(
+        self, setting: RoundSetting, tokens: SessionTokens, replicas: SessionReplicas, gamma: GammaChooser
+    ) -> None:
+        """`tokens` is shared with the caller, who extends it by what it commits of each round."""
+        self._setting = setting
+        self._tokens = tokens
+        self._replicas = replicas
+        self._gamma = gamma
+        self._late_in_a_row = 0
+        self._rounds_without_draft = 0
+
+    async def run(self, round_id: int, remaining: int) -> RoundOutcome:
+        """Runs one round.
+
+        Args:
+            round_id: rises by one per committed round of the session.
+            remaining: output tokens that may still follow, at least 1.
+
+        Cancelling abandons the calls in flight; replicas stay consistent.
+
+        Raises:
+            Unavailable: no target replica can serve.
+            ResourceExhausted: no target replica has KV blocks left.
+            StaleEpoch: another coordinator has taken the session over.
+        """
+        committed_len = len(self._tokens)
+        # A round emits at most gamma + 1 tokens.
+        gamma = self._gamma.choose(remaining - 1)
+        draft, proposal, draft_bytes, draft_s = await self._propose(round_id, gamma)
+
+        target, verification, target_bytes, verify_s = await self._verify(round_id, proposal)
+
+        decision = self._decide(proposal, verification, committed_len)
+        num_draft_tokens = len(proposal.draft_token_ids)
+        # KV beyond the accepted tokens is of tokens that are not the session's. The final token is in no KV yet, and
+        # the draft lacks its own last token too, which kv_len tells.
+        agreed_len = committed_len + decision.num_accepted
+        self._replicas.learn(target, min(verification.kv_len, agreed_len))
+        if draft is not None:
+            self._replicas.learn(draft, min(proposal.kv_len, agreed_len))
+        self._gamma.observe(
+            RoundTimes(
+                num_draft_tokens=num_draft_tokens,
+                num_accepted=decision.num_accepted,
+                draft_s=draft_s,
+                verify_s=verify_s,
+                num_prefilled=committed_len - verification.num_cached_tokens,
+            )
+        )
+        return RoundOutcome(
+            token_ids=decision.token_ids,
+            provenance=trace_tokens(decision, proposal.supports, verification, self._replicas.draft_pool),
+            num_draft_tokens=num_draft_tokens,
+            num_accepted=decision.num_accepted,
+            draft_s=draft_s,
+            verify_s=verify_s,
+            wire_bytes=draft_bytes + target_bytes,
+            num_cached_tokens=verification.num_cached_tokens,
+        )
+
+    async def _propose(self, round_id: int, gamma: int) -> tuple[Replica | None, Proposal, int, float]:
+        """Asks the draft. Whatever goes wrong, the answer is an empty proposal."""
+        replica = self._replicas.draft() if gamma > 0 and self._may_ask_draft() else None
+        if replica is None:
+            return None, _NO_PROPOSAL, 0, 0.0
+        gamma = min(gamma, *self._draft_limits(replica))
+        if gamma < 1:
+            return None, _NO_PROPOSAL, 0, 0.0
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._setting.draft_timeout_s):
+                reply = await self._ask(
+                    replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma))
+                )
+            self._check_proposal(reply.value, gamma)
+        except (SpecdecError, TimeoutError) as error:
+            self._note_missing_draft(replica, error)
+            return None, _NO_PROPOSAL, 0, time.perf_counter() - began
+        self._late_in_a_row = 0
+        return replica, reply.value, reply.wire_bytes, time.perf_counter() - began
+
+    async def _verify(self, round_id: int, proposal: Proposal) -> tuple[Replica, Verification, int, float]:
+        """Asks the session's target replica, then others while there are any."""
+        began = time.perf_counter()
+        failed: list[Replica] = []
+        last_error: SpecdecError | None = None
+        while True:
+            try:
+                replica = self._replicas.target(failed)
+            except Unavailable as error:
+                raise last_error or error from None
+            try:
+                reply = await self._ask(
+                    replica,
+                    round_id,
+                    lambda position, link=replica.link: link.verify(
+                        VerifyRequest(
+                            round=position,
+                            draft_token_ids=proposal.draft_token_ids,
+                            support_ids=tuple(support.token_ids for support in proposal.supports),
+                            num_logprobs=self._setting.num_logprobs,
+                        )
+                    ),
+                )
+            except KvMiss as error:
+                last_error = Unavailable(f"target replica {replica.address} lost the session twice: {error}")
+            except (Unavailable, ResourceExhausted) as error:
+                last_error = error
+                if error.reason == "REPLICA_UNAVAILABLE":
+                    replica.fail(error)
+            else:
+                return replica, reply.value, reply.wire_bytes, time.perf_counter() - began
+            _log.warning("target replica %s did not verify: %s", replica.address, last_error)
+            self._replicas.learn(replica, 0)
+            failed.append(replica)
+
+    async def _ask(
+        self, replica: Replica, round_id: int, send: Callable[[Round], Awaitable[Reply[ValueT]]]
+    ) -> Reply[ValueT]:
+        """Sends what the replica lacks, and once more if it lacks more than we thought.
+
+        Raises:
+            KvMiss: it lacked tokens twice.
+        """
+        committed_len = len(self._tokens)
+        try:
+            return await send(self._position(round_id, self._replicas.start_for(replica, committed_len)))
+        except KvMiss as miss:
+            self._replicas.learn(replica, miss.have)
+            return await send(self._position(round_id, self._replicas.start_for(replica, committed_len)))
+
+    def _position(self, round_id: int, start: int) -> Round:
+        setting = self._setting
+        return Round(
+            session_id=setting.session_id,
+            epoch=setting.epoch,
+            round_id=round_id,
+            start=start,
+            prefix_hash=self._tokens.prefix_hash(start),
+            token_ids=self._tokens.tail(start),
+            law=setting.law,
+            seed=setting.seed,
+            turn=setting.turn,
+            output_start=setting.output_start,
+            draw_rule=setting.draw_rule,
+        )
+
+    def _decide(self, proposal: Proposal, verification: Verification, committed_len: int) -> Decision:
+        draft_token_ids = proposal.draft_token_ids.tolist()
+        if self._setting.answers_choices:
+            return verify_choices(draft_token_ids, verification.choice_token_ids, verification.choice_probabilities)
+        key = DrawKey(self._setting.seed, self._setting.turn, committed_len)
+        verify = verify_block if self._setting.mode is Mode.BLOCK else verify_rejection
+        return verify(draft_token_ids, proposal.supports, verification.rows, key)
+
+    def _may_ask_draft(self) -> bool:
+        """False while the rounds that a late draft sits out last."""
+        if self._rounds_without_draft > 0:
+            self._rounds_without_draft -= 1
+            return False
+        return True
+
+    def _draft_limits(self, replica: Replica) -> tuple[int, int]:
+        """Draft tokens the replica takes, and those that fit its own context (the last one needs no KV)."""
+        if replica.info is None:
+            return 0, 0
+        return replica.info.max_gamma, replica.info.max_context_tokens - len(self._tokens) + 1
+
+    def _check_proposal(self, proposal: Proposal, gamma: int) -> None:
+        num_draft_tokens = len(proposal.draft_token_ids)
+        num_supports = 0 if self._setting.answers_choices else num_draft_tokens
+        if num_draft_tokens > gamma or len(proposal.supports) != num_supports:
+            raise Unavailable(
+                f"the draft answered {num_draft_tokens} tokens and {len(proposal.supports)} supports to gamma {gamma}"
+            )
+
+    def _note_missing_draft(self, replica: Replica, error: BaseException) -> None:
+        _log.warning("draft replica %s gave no draft: %s", replica.address, error or type(error).__name__)
+        if isinstance(error, Unavailable) and error.reason == "REPLICA_UNAVAILABLE":
+            replica.fail(error)
+        self._replicas.forget_draft()
+        # Each wait costs the client a whole deadline, so a draft that keeps being late is asked less and less often.
+        self._late_in_a_row += 1
+        self._rounds_without_draft = min(2 ** (self._late_in_a_row - 1) - 1, 63)

@@ -1,0 +1,304 @@
+"""One generation: rounds, commits, a stream that any number of subscribers read.
+
+    admitted --> running --round, commit, publish--> ... --> finished
+                    |-- error: subscribers get it; what was committed stays and can be resumed
+                    `-- last subscriber gone, drain or deletion: cancelled; the same
+
+A token is published only after its commit. The commit of a round runs beside the next round, which shows nothing
+before it is done. Not here: admission and resumption (`generations`), a round (`round`), text (`output`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordinator.output import OutputWriter
+from coordinator.placement import SessionReplicas
+from coordinator.recovery import encode_stats
+from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, GenerationStats, OutputToken, Started
+from coordinator.round import RoundOutcome, RoundRunner
+from coordinator.tokens import SessionTokens
+from specdec.errors import Internal, LeaseLost, SessionLost, SpecdecError, Unavailable
+from specdec.state.store import Commit, Lease, SessionStore
+from specdec.types import FinishReason
+
+_log = logging.getLogger(__name__)
+
+#: Pauses between attempts of a commit while the store cannot be reached; the lease outlives them.
+_COMMIT_RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
+
+
+class OutputStream:
+    """The published output of one request. Readers come and go; none of them slows the others."""
+
+    def __init__(self, identity: GenerationIdentity) -> None:
+        self.identity = identity
+        self.tokens: list[OutputToken] = []
+        self._ends: list[int] = []
+        self._finished: Finished | None = None
+        self._error: SpecdecError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._finished is not None or self._error is not None
+
+    def publish(self, tokens: Sequence[OutputToken]) -> None:
+        """Adds one chunk."""
+        if tokens:
+            self.tokens.extend(tokens)
+            self._ends.append(len(self.tokens))
+        self._tell()
+
+    def finish(self, finished: Finished) -> None:
+        self._finished = finished
+        self._tell()
+
+    def fail(self, error: SpecdecError) -> None:
+        """Ends the stream for every reader with an error. A stream that is over stays as it is."""
+        if not self.is_over:
+            self._error = error
+            self._tell()
+
+    async def read(self, start: int) -> AsyncIterator[Event]:
+        """Events from output token `start` on, up to the end.
+
+        Raises:
+            SpecdecError: what ended the generation early, after everything that was published before.
+        """
+        identity = self.identity
+        yield Started(
+            identity.session_id, identity.request_id, identity.output_start, identity.parameters.sampling.seed
+        )
+        position, chunk_index = start, 0
+        while True:
+            news = self._news
+            while chunk_index < len(self._ends):
+                end = self._ends[chunk_index]
+                chunk_index += 1
+                if end > position:
+                    yield Chunk(position, tuple(self.tokens[position:end]))
+                    position = end
+            if news is not self._news:
+                continue
+            if self._error is not None:
+                raise self._error
+            if self._finished is not None:
+                yield self._finished
+                return
+            await news.wait()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+class Subscription:
+    """One reader of a generation. Close it: the last reader's going away cancels the generation."""
+
+    def __init__(self, stream: OutputStream, start: int, on_close: Callable[[], None]) -> None:
+        self._stream = stream
+        self._start = start
+        self._on_close: Callable[[], None] | None = on_close
+
+    @property
+    def identity(self) -> GenerationIdentity:
+        return self._stream.identity
+
+    def events(self) -> AsyncIterator[Event]:
+        """Started, then chunks, then Finished. Raises as `OutputStream.read`."""
+        return self._stream.read(self._start)
+
+    def close(self) -> None:
+        """Idempotent."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+
+@dataclass(slots=True)
+class GenerationParts:
+    """What a generation works with; it owns the lease and the tokens from here on."""
+
+    store: SessionStore
+    lease: Lease
+    runner: RoundRunner
+    replicas: SessionReplicas
+    tokens: SessionTokens
+    writer: OutputWriter
+    round_id: int
+    stats: GenerationStats
+    began: float
+    """`time.perf_counter()` at admission."""
+    on_round: Callable[[RoundOutcome], None]
+    on_barren_failure: Callable[[], Awaitable[None]]
+    """Called when the generation failed before its first token."""
+
+
+class Generation:
+    """A running request of one session, in its own task."""
+
+    def __init__(self, identity: GenerationIdentity, parts: GenerationParts, replayed: Sequence[OutputToken]) -> None:
+        """`replayed`: output tokens that the log already holds."""
+        self.stream = OutputStream(identity)
+        self.stream.publish(replayed)
+        self._identity = identity
+        self._parts = parts
+        self._elapsed_before_s = parts.stats.e2el_s
+        self._num_readers = 0
+        self._cancel_reason: SpecdecError | None = None
+        self._publication: asyncio.Task[None] | None = None
+        self.task = asyncio.create_task(self._run(), name=f"generation {identity.session_id}")
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancel_reason is not None
+
+    def subscribe(self, start: int) -> Subscription:
+        self._num_readers += 1
+        return Subscription(self.stream, start, self._drop_reader)
+
+    def cancel(self, reason: SpecdecError) -> None:
+        """Stops after what is committed; readers get `reason`. Await `task` to see everything released."""
+        if not self.task.done() and not self.is_cancelled:
+            self._cancel_reason = reason
+            self.task.cancel()
+
+    def _drop_reader(self) -> None:
+        self._num_readers -= 1
+        if self._num_readers == 0 and not self.stream.is_over:
+            self.cancel(Unavailable("the request was cancelled by its client"))
+
+    async def _run(self) -> None:
+        lease_keeper = asyncio.create_task(self._keep_lease())
+        finished: Finished | None = None
+        error: SpecdecError | None = None
+        try:
+            finished = await self._run_rounds()
+        except asyncio.CancelledError:
+            error = self._cancel_reason or Unavailable("the coordinator is shutting down", reason="DRAINING")
+        except SpecdecError as raised:
+            error = raised
+        except Exception:
+            _log.exception("a generation failed")
+            error = Internal("the generation failed; the log of the coordinator says why")
+        finally:
+            lease_keeper.cancel()
+            # Nothing may interrupt this: a lease left behind blocks the session until it expires.
+            await asyncio.shield(self._clean_up(error))
+        if finished is not None:
+            self.stream.finish(finished)
+        elif error is not None:
+            self.stream.fail(error)
+
+    async def _run_rounds(self) -> Finished:
+        parts = self._parts
+        while True:
+            outcome = await parts.runner.run(parts.round_id, parts.writer.remaining)
+            step = parts.writer.write(outcome.token_ids, outcome.provenance)
+            base_len = len(parts.tokens)
+            parts.tokens.extend([token.token_id for token in step.tokens])
+            parts.replicas.settle(len(parts.tokens))
+            self._count(outcome)
+            parts.on_round(outcome)
+            if self._publication is not None:
+                await asyncio.shield(self._publication)
+            commit = Commit(
+                round_id=parts.round_id,
+                base_len=base_len,
+                token_ids=np.array([token.token_id for token in step.tokens], dtype=np.uint32),
+                stats_json=encode_stats(parts.stats),
+                finish_reason=step.finish_reason,
+            )
+            parts.round_id += 1
+            self._publication = asyncio.create_task(self._publish(commit, step.tokens))
+            if step.finish_reason is not None:
+                await asyncio.shield(self._publication)
+                return self._finished(step.finish_reason)
+
+    async def _publish(self, commit: Commit, tokens: Sequence[OutputToken]) -> None:
+        """Commits a round, then shows it."""
+        await self._commit(commit)
+        if not self.stream.tokens:
+            self._parts.stats.ttft_s = self._elapsed_s()
+        self.stream.publish(tokens)
+
+    async def _commit(self, commit: Commit) -> None:
+        store, lease = self._parts.store, self._parts.lease
+        for pause_s in (*_COMMIT_RETRY_PAUSES_S, None):
+            try:
+                return await store.commit(lease, commit)
+            except SessionLost:
+                await self._repair(commit.base_len)
+            except Unavailable:
+                if pause_s is None:
+                    raise
+                await asyncio.sleep(pause_s)
+        return await store.commit(lease, commit)
+
+    async def _repair(self, base_len: int) -> None:
+        """The store lost its latest writes; this owner still knows them."""
+        record = await self._parts.store.load(self._identity.session_id)
+        if record is None:
+            raise LeaseLost(f"session {self._identity.session_id} is gone from the store")
+        lost = self._parts.tokens.tail(record.num_tokens)[: base_len - record.num_tokens]
+        _log.warning("the store lost %d tokens of a session; appending them again", len(lost))
+        await self._parts.store.repair(self._parts.lease, base_len=record.num_tokens, token_ids=lost)
+
+    async def _keep_lease(self) -> None:
+        """Renews the lease until it is not ours any more, which the next commit will notice."""
+        lease = self._parts.lease
+        while True:
+            await asyncio.sleep(lease.ttl_s / 3)
+            with suppress(Unavailable):
+                try:
+                    await self._parts.store.renew(lease)
+                except LeaseLost as error:
+                    _log.warning("lost the lease of session %s: %s", lease.session_id, error)
+                    return
+
+    async def _clean_up(self, error: SpecdecError | None) -> None:
+        """Lets the last commit end, then gives the lease back."""
+        if self._publication is not None:
+            await asyncio.wait([self._publication])
+            if not self._publication.cancelled() and (failure := self._publication.exception()):
+                _log.debug("the last commit failed: %s", failure)
+        try:
+            await self._parts.store.release(self._parts.lease)
+            if error is not None and not self.stream.tokens and not self.is_cancelled:
+                await self._parts.on_barren_failure()
+        except SpecdecError as failure:
+            _log.warning("cleaning up a generation failed: %s", failure)
+
+    def _count(self, outcome: RoundOutcome) -> None:
+        stats = self._parts.stats
+        if stats.num_rounds == 0:
+            stats.num_cached_prompt_tokens = min(outcome.num_cached_tokens, self._identity.output_start)
+        stats.num_rounds += 1
+        stats.num_draft_tokens += outcome.num_draft_tokens
+        stats.num_accepted_tokens += outcome.num_accepted
+        stats.num_target_only_steps += outcome.num_draft_tokens == 0
+        num_new_positions = outcome.num_draft_tokens - len(stats.accepted_per_position)
+        stats.accepted_per_position.extend([0] * num_new_positions)
+        for index in range(outcome.num_accepted):
+            stats.accepted_per_position[index] += 1
+        stats.draft_s += outcome.draft_s
+        stats.verify_s += outcome.verify_s
+        stats.wire_bytes += outcome.wire_bytes
+        stats.e2el_s = self._elapsed_s()
+        if not stats.ttft_s:
+            stats.ttft_s = stats.e2el_s  # what is stored with the first commit, which is not through yet
+
+    def _elapsed_s(self) -> float:
+        return self._elapsed_before_s + time.perf_counter() - self._parts.began
+
+    def _finished(self, reason: FinishReason) -> Finished:
+        self._parts.stats.e2el_s = self._elapsed_s()
+        return Finished(reason, self._identity.output_start, len(self.stream.tokens), self._parts.stats)

@@ -1,0 +1,37 @@
+"""The committed tokens of one session with their chain hashes, as one growing log.
+
+Not here: the durable copy (the session store), sampling, text. Owned by a generation, read by its rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.core.chain import ChainHasher
+from specdec.types import TokenIds
+
+
+class SessionTokens:
+    """Committed token ids of a session, prompt first. Positions count from the session's first token."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self._ids: list[int] = []
+        self._hasher = ChainHasher()
+        self.extend(token_ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._ids.extend(token_ids)
+        self._hasher.extend(token_ids)
+
+    def tail(self, start: int) -> TokenIds:
+        """uint32 [len - start]: the tokens from position `start` on."""
+        return np.array(self._ids[start:], dtype=np.uint32)
+
+    def prefix_hash(self, length: int) -> bytes:
+        """Chain hash (16 bytes) of the first `length` tokens."""
+        return self._hasher.at(length)
