@@ -10,10 +10,12 @@ import tenacity
 
 from specdec.errors import LeaseLost, SessionBusy, SpecdecError, Unavailable
 
-#: Reconnect promptly: the channel's own backoff (up to two minutes by default) must not outlast ours.
+#: The channel's own backoff (up to two minutes by default) must not outlast ours.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),  # while a call is open: notices a coordinator whose machine is gone
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", -1),  # the server's limit decides, and names itself
 )
