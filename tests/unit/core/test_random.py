@@ -1,0 +1,135 @@
+"""Philox against its published vectors, the draws' bounds, and the vectors that numpy and torch must both meet."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.core.random import (
+    DrawKey,
+    Stream,
+    gumbel_noise,
+    index_at,
+    index_at_uniform,
+    locate_uniform,
+    philox4x32,
+    seed_words,
+)
+from specdec.engine import sampling
+
+ONES = 0xFFFFFFFF
+
+# Random123's kat_vectors for philox4x32, 10 rounds: counter, key, answer.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+# Ours: a change of any of these changes the text of every seeded request.
+KEY = DrawKey(seed=0x0123456789ABCDEF, turn=3, committed_len=77)
+UNIFORM_VECTORS = {
+    (0, Stream.PROPOSE): 0.9316084507139729,
+    (0, Stream.ACCEPT): 0.32240212931446044,
+    (1, Stream.ACCEPT): 0.1149394702880816,
+    (2, Stream.RESIDUAL): 0.6083554829599856,
+    (0, Stream.TAIL): 0.9497535101281153,
+    (4, Stream.BONUS): 0.7721107810342543,
+}
+UINT31_VECTOR = [692353300, 246830632, 213750851]
+BELOW_VECTOR = [0, 6, 1482669512, 3184008533863415013]
+GUMBEL_VECTOR = [
+    -0.31950739232375075,
+    0.2433291903960879,
+    -0.9146627986413345,
+    0.8410261809011382,
+    1.1389064713478523,
+    -0.22275061922882539,
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers_on_ints_arrays_and_tensors(counter, key, answer) -> None:
+    assert philox4x32(counter, key) == answer
+    arrays = philox4x32(tuple(np.full(3, word, dtype=np.uint64) for word in counter), key)
+    assert [set(words.tolist()) for words in arrays] == [{word} for word in answer]
+    tensors = philox4x32(
+        tuple(torch.full((3,), word, dtype=torch.int64) for word in counter),
+        tuple(torch.full((3,), word, dtype=torch.int64) for word in key),
+    )
+    assert [set(words.tolist()) for words in tensors] == [{word} for word in answer]
+
+
+@pytest.mark.parametrize(("index", "stream"), UNIFORM_VECTORS)
+def test_uniforms_meet_their_committed_vectors(index: int, stream: Stream) -> None:
+    assert KEY.uniform(index, stream) == UNIFORM_VECTORS[index, stream]
+
+
+def test_gumbel_noise_meets_its_committed_vector_in_numpy_and_torch() -> None:
+    token_ids = np.arange(len(GUMBEL_VECTOR))
+    noise = gumbel_noise(KEY.seed, KEY.turn, 1234, token_ids)
+    np.testing.assert_allclose(noise, GUMBEL_VECTOR, rtol=0, atol=1e-14)
+    keys = torch.tensor([[*seed_words(KEY.seed), KEY.turn, 1234]] * len(token_ids))
+    np.testing.assert_allclose(sampling.gumbel_noise(keys, torch.tensor(token_ids)), GUMBEL_VECTOR, atol=1e-14)
+
+
+def test_integer_draws_meet_their_committed_vectors() -> None:
+    assert [KEY.uint31(index, Stream.ACCEPT) for index in range(3)] == UINT31_VECTOR
+    assert [KEY.below(n, 1, Stream.RESIDUAL) for n in (1, 10, 1 << 31, 1 << 62)] == BELOW_VECTOR
+
+
+def test_every_part_of_the_key_changes_the_draw() -> None:
+    keys = [DrawKey(seed, turn, length) for seed, turn, length in itertools.product((5, 5 << 32), (0, 1), (8, 9))]
+    draws = [key.uniform(index, stream) for key in keys for index in (0, 1) for stream in Stream]
+    assert len(set(draws)) == len(draws)
+
+
+def test_the_same_token_has_the_same_noise_in_any_company() -> None:
+    alone = [gumbel_noise(9, 1, 50, np.array([token_id]))[0] for token_id in range(40)]
+    np.testing.assert_array_equal(gumbel_noise(9, 1, 50, np.arange(40)), alone)
+    sparse = torch.tensor([3, 4, 5, 9, 8, 31])
+    keys = torch.tensor([[9, 0, 1, 50]] * len(sparse))
+    np.testing.assert_allclose(sampling.gumbel_noise(keys, sparse), np.array(alone)[sparse], atol=1e-14)
+
+
+def test_draws_below_n_stay_below_n_at_both_ends_of_the_words() -> None:
+    for n in (1, 2, 3, (1 << 62) - 1, 1 << 62):
+        draws = [DrawKey(seed, 0, 0).below(n, 0, Stream.PROPOSE) for seed in range(200)]
+        assert min(draws) >= 0
+        assert max(draws) < n
+
+
+def test_the_grid_of_uniforms_lies_strictly_inside_the_unit_interval() -> None:
+    largest = (float((1 << 52) - 1) + 0.5) * 2.0**-52
+    assert largest < 1.0
+    assert np.isfinite(-np.log(-np.log(largest)))
+    assert np.isfinite(-np.log(-np.log(0.5 * 2.0**-52)))
+
+
+def test_tail_uniforms_end_with_the_bonus_draw() -> None:
+    assert KEY.tail_uniforms(2) == [
+        KEY.uniform(0, Stream.TAIL),
+        KEY.uniform(1, Stream.TAIL),
+        KEY.uniform(2, Stream.BONUS),
+    ]
+
+
+def test_each_outcome_owns_as_many_points_as_it_weighs() -> None:
+    weights = np.array([3, 0, 1, 5, 0])
+    owners = [index_at(weights, point) for point in range(9)]
+    assert np.bincount(owners, minlength=5).tolist() == weights.tolist()
+
+
+def test_an_outcome_without_weight_is_never_chosen() -> None:
+    weights = np.array([0.0, 0.25, 0.0, 0.75, 0.0])
+    for uniform in (5e-324, 0.25, 0.5, 1.0 - 2**-53, 1.0):
+        assert index_at_uniform(weights, uniform) in (1, 3)
+    index, offset = locate_uniform(weights, 0.5)
+    assert (index, offset) == (3, 0.25)
