@@ -35,8 +35,9 @@ def violations(documents: list[dict]) -> list[str]:
         for version in KUBERNETES_VERSIONS:
             try:
                 kubernetes_validate.validate(document, version, strict=True)
-            except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
-                found.append(f"{name} (Kubernetes {version}): {error}")
+            except kubernetes_validate.ValidationError as error:
+                path = ".".join(str(part) for part in error.path)
+                found.append(f"{name} (Kubernetes {version}): {path}: {error.message}")
     return found
 
 

@@ -1,0 +1,76 @@
+"""`make demo`: three services as processes, one completion with its tokens' sources, and the same without drafting.
+
+Not a benchmark: two short answers on whatever this machine is doing; `bench/` measures. Run it with the environment's
+own Python, with or without a terminal; it stops everything it started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
+from specdec.client import Client, Completion
+from specdec.errors import SpecdecError
+
+PROMPT = 'def read_lines(path, encoding="utf-8"):\n    """'
+MAX_NEW_TOKENS = 96
+
+
+def main() -> int:
+    print("Starting draft, target and coordinator as separate processes …", flush=True)
+    up = subprocess.Popen(
+        [sys.executable, "-m", "specdec.cli", "up", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+    )
+    assert up.stdout is not None  # it was opened above
+    try:
+        ready = up.stdout.readline().split("grpc=")
+        if len(ready) != 2:
+            return 1  # `up` has said why
+        return show(ready[1].strip())
+    except SpecdecError as error:
+        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
+        return 1
+    finally:
+        up.send_signal(signal.SIGTERM)
+        up.wait()
+
+
+def show(endpoint: str) -> int:
+    """Streams the same greedy completion with and without a draft; returns the exit code."""
+    writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, os.environ))
+    with Client(endpoint) as client:
+        for mode in ("rejection", "off"):  # the first pass of a process is slower; let neither side pay for it
+            client.delete_session(client.generate(PROMPT, mode=mode, temperature=0, max_new_tokens=8).session_id)
+        print(f"\nDrafted by one process, verified by another, decided by a third.  {writer.legend()}\n")
+        speculative = stream(client, writer, "rejection")
+        print("\nThe same prompt, target-only:\n")
+        target_only = stream(client, writer, "off")
+    speedup = tokens_per_s(speculative) / max(tokens_per_s(target_only), 1e-9)
+    print(
+        f"\nspeculative {tokens_per_s(speculative):.1f} tokens/s   target-only {tokens_per_s(target_only):.1f} tokens/s"
+        f"   speedup {speedup:.2f}x"
+    )
+    same = speculative.token_ids == target_only.token_ids
+    print("Both texts are the same, token for token." if same else "error: the two texts differ")
+    return 0 if same else 1
+
+
+def stream(client: Client, writer: TokenWriter, mode: str) -> Completion:
+    """Prints one greedy completion as it comes, then its closing line."""
+    print(PROMPT, end="", flush=True)
+    with client.generate(
+        PROMPT, stream=True, provenance=True, mode=mode, temperature=0, max_new_tokens=MAX_NEW_TOKENS
+    ) as chunks:
+        for chunk in chunks:
+            writer.write(chunk)
+        completion = chunks.result()
+    client.delete_session(completion.session_id)
+    print(f"\n\n{closing_line(completion)}")
+    return completion
+
+
+if __name__ == "__main__":
+    sys.exit(main())

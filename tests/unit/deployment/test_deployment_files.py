@@ -1,0 +1,90 @@
+"""Compose file, manifests and Dockerfiles agree with the services' own settings. Needs neither Docker nor kubectl."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVICES = {"draft": "draft_service", "target": "target_service", "coordinator": "coordinator"}
+
+
+@pytest.fixture(scope="module")
+def validate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("k8s_validate", ROOT / "k8s" / "validate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "k8s" / "base" / f"{name}.yaml").read_text()))
+
+
+def settings_of(name: str) -> Any:
+    module = importlib.import_module(f"{SERVICES[name]}.config")
+    return getattr(module, f"{name.title()}Settings")
+
+
+def named_settings(text: str) -> set[tuple[str, str]]:
+    return set(re.findall(r"SPECDEC_([A-Z]+)__([A-Z_]+)", text))
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "redis"])
+def test_every_manifest_passes_the_strict_schema(validate: ModuleType, name: str) -> None:
+    assert validate.violations(documents(name)) == []
+
+
+def test_an_unknown_field_in_a_manifest_is_refused_by_name(validate: ModuleType) -> None:
+    deployment = documents("draft")[0]
+    deployment["spec"]["template"]["spec"]["containers"][0]["readyProbe"] = {}
+    found = validate.violations([deployment])
+    assert len(found) == len(validate.KUBERNETES_VERSIONS)
+    assert all("readyProbe" in line and line.startswith("Deployment/draft") for line in found)
+
+
+@pytest.mark.parametrize("path", ["docker-compose.yml", *(f"k8s/base/{name}.yaml" for name in SERVICES),
+                                  *(f"{service}/Dockerfile" for service in SERVICES.values())])  # fmt: skip
+def test_every_variable_is_a_setting_of_its_service(path: str) -> None:
+    named = named_settings((ROOT / path).read_text())
+    assert named
+    for service, setting in named:
+        assert setting.lower() in settings_of(service.lower()).model_fields
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_draft_and_target_and_coordinator_scale_each_by_its_own_autoscaler(name: str) -> None:
+    by_kind = {document["kind"]: document for document in documents(name)}
+    assert (
+        by_kind["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"]
+        == by_kind["Deployment"]["metadata"]["name"]
+    )
+    assert "replicas" not in by_kind["Deployment"]["spec"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_probes_ask_the_port_that_serves_plaintext_health(name: str) -> None:
+    (container,) = documents(name)[0]["spec"]["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    (health,) = (value for key, value in environment.items() if key.endswith("__HEALTH"))
+    port = int(health.rpartition(":")[2])
+    assert container["startupProbe"]["grpc"]["port"] == container["readinessProbe"]["grpc"]["port"] == port
+    assert port in {entry["containerPort"] for entry in container["ports"]}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_an_image_listens_where_its_health_check_asks(name: str) -> None:
+    dockerfile = (ROOT / SERVICES[name] / "Dockerfile").read_text()
+    ports = re.findall(r"EXPOSE (\d+)|__LISTEN=0\.0\.0\.0:(\d+)|127\.0\.0\.1:(\d+)", dockerfile)
+    assert len(ports) == 3
+    assert len({port for found in ports for port in found if port}) == 1
+    assert "\nUSER " in dockerfile
