@@ -67,7 +67,8 @@ class Job:
         self.last_step = arrival_step
         self._arrival_s = arrival_s
         self._clock = clock
-        self.num_cached_tokens = sequence.kv_len
+        self.num_cached_tokens = 0
+        """Committed tokens that needed no forward pass; set when the job starts to run."""
         self.progress: Any = None
         """The program's own notes between steps."""
         self.answer: Any = None

@@ -208,18 +208,29 @@ class EngineLoop:
         self._waiting.append(job)
 
     def _start_waiting(self) -> None:
-        """Lets jobs run in order of arrival as far as KV blocks go; refuses one that nothing could ever help."""
+        """Lets jobs run in order of arrival as far as KV blocks go; refuses one that only pins keep from running."""
         while self._waiting:
             job = self._waiting[0]
             try:
-                if not self._sessions.reserve(job.sequence, job.call.max_kv_len):
+                if not self._reserve(job):
                     if self._running:
                         return
                     raise ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED")
             except ResourceExhausted as error:
                 self._remove(job, error)
             else:
+                job.num_cached_tokens = job.kv_len
                 self._running.append(self._waiting.popleft())
+
+    def _reserve(self, job: Job) -> bool:
+        # While something runs, blocks will come back by themselves.
+        behind = () if self._running else [other.sequence for other in reversed(self._waiting)]
+        return self._sessions.reserve(
+            job.sequence,
+            committed_len=job.call.round.committed_len,
+            max_kv_len=job.call.max_kv_len,
+            preemptable=behind,
+        )
 
     def _step(self) -> None:
         """Runs one step; if it crashes, its jobs fail and whatever KV they had is not trusted any more."""

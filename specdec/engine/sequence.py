@@ -95,7 +95,12 @@ class Sequence:
         """Ends a call: tokens that were not run, and blocks reserved for more, go."""
         self.truncate_to(self.kv_len, blocks)
 
-    def forget_kv(self, blocks: BlockManager) -> None:
+    def drop_kv(self, blocks: BlockManager) -> None:
+        """Gives every block back but keeps the tokens: they run again."""
+        blocks.free(self.block_table)
+        self.kv_len = self.num_published = 0
+
+    def forget(self, blocks: BlockManager) -> None:
         """Drops every token and block; what is known of rounds stays."""
         self.truncate_to(0, blocks)
 

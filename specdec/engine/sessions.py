@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -78,7 +78,8 @@ class SessionTable:
     def align(self, sequence: Sequence, request: Round, draft_token_ids: TokenIds) -> None:
         """Makes `sequence` hold exactly the call's tokens, with as much KV as is known to be right.
 
-        At least the last committed token is left without KV, because its logits are always wanted.
+        At least the last committed token is left without KV, because its logits are always wanted. Published blocks of
+        other sessions are looked up by `reserve`.
 
         Raises:
             KvMiss: the session's first `start` tokens are not known here; its blocks are pinned until the resend.
@@ -93,35 +94,45 @@ class SessionTable:
         sequence.truncate_to(min(keep, request.committed_len - 1), self._blocks)
         sequence.append(request.token_ids[len(sequence) - request.start :])
         sequence.confirmed_len = request.committed_len
-        sequence.adopt_published(request.committed_len - 1, self._blocks)
         sequence.append(draft_token_ids)
         sequence.in_flight = True
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives `sequence` blocks for `num_tokens` tokens, taking them from idle sessions where needed.
+    def reserve(
+        self, sequence: Sequence, *, committed_len: int, max_kv_len: int, preemptable: Iterable[Sequence] = ()
+    ) -> bool:
+        """Gives `sequence` published blocks for its committed tokens and fresh ones for up to `max_kv_len` tokens.
+
+        Blocks are taken from idle sessions, least recently used first, then from the `preemptable` ones: aligned
+        sessions that do not run yet. Those keep their tokens and run them again.
 
         Returns:
-            False when blocks must first be given back by calls in flight, or by pins.
+            False when blocks must first be given back by running calls, or by pins.
 
         Raises:
             ResourceExhausted: the whole pool is smaller than that (KV_EXHAUSTED).
         """
-        if blocks_for(num_tokens) > self._blocks.num_blocks:
+        if blocks_for(max_kv_len) > self._blocks.num_blocks:
             raise ResourceExhausted(
-                f"{num_tokens} tokens need {blocks_for(num_tokens)} KV blocks, this replica has "
+                f"{max_kv_len} tokens need {blocks_for(max_kv_len)} KV blocks, this replica has "
                 f"{self._blocks.num_blocks}",
                 reason="KV_EXHAUSTED",
             )
-        if self._blocks.grow(sequence.block_table, num_tokens):
+        # At least the last committed token must run, because its logits are always wanted.
+        sequence.adopt_published(committed_len - 1, self._blocks)
+        if self._blocks.grow(sequence.block_table, max_kv_len):
             return True
-        num_missing = blocks_for(num_tokens) - len(sequence.block_table) - self._blocks.num_available
         now_s = self._clock()
         idle = [other for other in self._sessions.values() if _is_evictable(other, now_s)]
-        if sum(len(other.block_table) for other in idle) < num_missing:
+        preempted = [other for other in preemptable if other is not sequence]
+        num_missing = blocks_for(max_kv_len) - len(sequence.block_table) - self._blocks.num_available
+        if sum(len(other.block_table) for other in (*idle, *preempted)) < num_missing:
             return False
-        for other in idle:
-            other.forget_kv(self._blocks)
-            if self._blocks.grow(sequence.block_table, num_tokens):
+        for other in (*idle, *preempted):
+            if other.in_flight:
+                other.drop_kv(self._blocks)
+            else:
+                other.forget(self._blocks)
+            if self._blocks.grow(sequence.block_table, max_kv_len):
                 return True
         return False
 
@@ -137,13 +148,13 @@ class SessionTable:
     def invalidate(self, sequence: Sequence) -> None:
         """Ends a call on `sequence` after a crash: its KV is not to be trusted."""
         sequence.in_flight = False
-        sequence.forget_kv(self._blocks)
+        sequence.forget(self._blocks)
 
     def release(self, session_id: str) -> None:
         """Forgets a session altogether; an unknown id is fine."""
         sequence = self._sessions.pop(session_id, None)
         if sequence is not None:
-            sequence.forget_kv(self._blocks)
+            sequence.forget(self._blocks)
 
     def release_all(self) -> None:
         for session_id in list(self._sessions):
