@@ -10,12 +10,13 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from coordinator.accounting import Account
 from coordinator.gamma import GammaChooser, PoolRecord
 from coordinator.output import OutputWriter
 from coordinator.placement import Placement
@@ -30,11 +31,12 @@ from coordinator.requests import (
     OutputToken,
     RequestParameters,
 )
-from coordinator.round import RoundOutcome, RoundRunner, RoundSetting
+from coordinator.round import RoundRunner, RoundSetting
 from coordinator.session import Generation, GenerationParts, OutputStream, Subscription
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.tokens import SessionTokens
 from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionBusy, Unavailable
+from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
 from specdec.types import Mode, TokenIds
 
@@ -78,13 +80,13 @@ class Generations:
         store: SessionStore,
         pools: ReplicaPools,
         tokenizer: ServedTokenizer,
-        on_round: Callable[[RoundOutcome], None] = lambda outcome: None,
+        metrics: CoordinatorMetrics,
     ) -> None:
         self._settings = settings
         self._store = store
         self._pools = pools
         self._tokenizer = tokenizer
-        self._on_round = on_round
+        self._metrics = metrics
         self._placement = Placement(pools)
         self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
         self._running: dict[str, Generation] = {}
@@ -120,10 +122,12 @@ class Generations:
                 return self._join(running, request)
             self._check_admission()
             self._num_admitting += 1
+            self._metrics.request_waiting(+1)
             try:
                 return await self._admit(replace(request, session_id=session_id), began)
             finally:
                 self._num_admitting -= 1
+                self._metrics.request_waiting(-1)
 
     async def record(self, session_id: str) -> SessionRecord:
         """A session's record. Raises NotFound."""
@@ -286,15 +290,18 @@ class Generations:
             tokens=beginning.tokens,
             writer=beginning.writer,
             round_id=beginning.round_id,
-            stats=beginning.stats,
-            began=beginning.began,
-            on_round=self._on_round,
+            account=Account(identity, beginning.stats, self._metrics, beginning.began),
             on_barren_failure=lambda: self._forget_if(beginning.is_new_session, identity.session_id),
         )
         generation = Generation(identity, parts, beginning.replayed)
         self._running[identity.session_id] = generation
-        generation.task.add_done_callback(lambda _: self._running.pop(identity.session_id, None))
+        self._metrics.request_running(+1)
+        generation.task.add_done_callback(lambda _: self._end(identity.session_id))
         return generation
+
+    def _end(self, session_id: str) -> None:
+        self._running.pop(session_id, None)
+        self._metrics.request_running(-1)
 
     def _check_serving(self) -> None:
         if not self._pools.is_ready:

@@ -19,7 +19,7 @@ MAX_REMEMBERED_SESSIONS = 65536
 
 def choose_replica(session_id: str, replicas: Sequence[Replica]) -> Replica | None:
     """The less loaded of two replicas picked by the session's hash; None when nobody takes new sessions."""
-    open_replicas = [replica for replica in replicas if replica.is_alive and not replica.is_draining]
+    open_replicas = [replica for replica in replicas if replica.takes_sessions]
     if len(open_replicas) <= 1:
         return open_replicas[0] if open_replicas else None
     picks = hashlib.blake2b(session_id.encode(), digest_size=16).digest()
@@ -58,6 +58,10 @@ class SessionReplicas:
                 raise Unavailable("no target replica can be reached")
             self._target.note_new_session()
         return self._target
+
+    def has_target(self, excluded: Collection[Replica]) -> bool:
+        """Whether `target` would find one."""
+        return any(replica.takes_sessions for replica in self._pools.targets() if replica not in excluded)
 
     def draft(self) -> Replica | None:
         """The session's draft replica; None when its pool has none alive."""

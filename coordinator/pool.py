@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from specdec.errors import NotFound, SpecdecError, Unavailable, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
@@ -41,8 +41,8 @@ class Replica:
         return self.info.pool if self.info else ""
 
     @property
-    def is_draining(self) -> bool:
-        return self.info is not None and self.info.draining
+    def takes_sessions(self) -> bool:
+        return self.is_alive and self.info is not None and not self.info.draining
 
     @property
     def load(self) -> int:
@@ -91,12 +91,12 @@ class ReplicaPools:
         static_endpoints: Collection[tuple[str, str]] = (),
         registry: ReplicaRegistry | None = None,
         poll_interval_s: float = 1.0,
-        on_readiness: Callable[[bool], None] = lambda is_ready: None,
+        on_readiness: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
         """
         Args:
             static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
-            on_readiness: told whenever the answer to "is a target replica connected" changes.
+            on_readiness: awaited whenever the answer to "is a target replica connected" changes.
         """
         self.vocabulary_fingerprint = vocabulary_fingerprint
         self._static = frozenset(static_endpoints)
@@ -184,7 +184,8 @@ class ReplicaPools:
         await asyncio.gather(*(self._check(key, replica) for key, replica in list(self._replicas.items())))
         if self.is_ready != self._was_ready:
             self._was_ready = self.is_ready
-            self._on_readiness(self.is_ready)
+            if self._on_readiness is not None:
+                await self._on_readiness(self._was_ready)
 
     async def watch(self) -> None:
         """Polls for ever. Raises as `poll` does."""

@@ -44,7 +44,7 @@ def encode_prompt(request: GenerationRequest, held: TokenIds, tokenizer: ServedT
     """
     if request.messages is not None:
         whole = np.asarray(
-            tokenizer.encode_chat([{"role": turn.role, "content": turn.content} for turn in request.messages]),
+            tokenizer.encode_chat([turn.as_dict() for turn in request.messages]),
             np.uint32,
         )
         keep = _common_prefix_len(held, whole)

@@ -18,6 +18,10 @@ class ChatTurn:
     role: str
     content: str
 
+    def as_dict(self) -> dict[str, str]:
+        """As chat templates take it."""
+        return {"role": self.role, "content": self.content}
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationChoice:

@@ -25,12 +25,15 @@ from coordinator.tokens import SessionTokens
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
-from specdec.core.rejection import Decision, verify_rejection
-from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, Unavailable
+from specdec.core.rejection import Decision, entry_of, verify_rejection
+from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.client import Reply
 from specdec.types import DrawRule, LawParams, Mode, Proposal, ProposeRequest, Round, Verification, VerifyRequest
 
 _log = logging.getLogger(__name__)
+
+#: Most rounds that a draft which keeps failing a session sits out before it is asked again.
+MAX_ROUNDS_WITHOUT_DRAFT = 63
 
 ValueT = TypeVar("ValueT")
 
@@ -78,6 +81,27 @@ class RoundOutcome:
     wire_bytes: int
     num_cached_tokens: int
     """Committed tokens whose KV the target already held."""
+    draft_pool: str
+    target_only_cause: str
+    """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, or an error's reason; "" where
+    there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftAnswer:
+    proposal: Proposal = _NO_PROPOSAL
+    replica: Replica | None = None
+    wire_bytes: int = 0
+    wait_s: float = 0.0
+    missing_cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetAnswer:
+    replica: Replica
+    verification: Verification
+    wire_bytes: int
+    wait_s: float
 
 
 class RoundRunner:
@@ -111,46 +135,40 @@ class RoundRunner:
         committed_len = len(self._tokens)
         # A round emits at most gamma + 1 tokens.
         gamma = self._gamma.choose(remaining - 1)
-        draft, proposal, draft_bytes, draft_s = await self._propose(round_id, gamma)
 
-        target, verification, target_bytes, verify_s = await self._verify(round_id, proposal)
+        draft = await self._propose(round_id, gamma)
 
-        decision = self._decide(proposal, verification, committed_len)
-        num_draft_tokens = len(proposal.draft_token_ids)
-        # KV beyond the accepted tokens is of tokens that are not the session's. The final token is in no KV yet, and
-        # the draft lacks its own last token too, which kv_len tells.
-        agreed_len = committed_len + decision.num_accepted
-        self._replicas.learn(target, min(verification.kv_len, agreed_len))
-        if draft is not None:
-            self._replicas.learn(draft, min(proposal.kv_len, agreed_len))
-        self._gamma.observe(
-            RoundTimes(
-                num_draft_tokens=num_draft_tokens,
-                num_accepted=decision.num_accepted,
-                draft_s=draft_s,
-                verify_s=verify_s,
-                num_prefilled=committed_len - verification.num_cached_tokens,
-            )
-        )
+        target = await self._verify(round_id, draft.proposal)
+
+        decision = self._decide(draft.proposal, target.verification, committed_len)
+
+        self._learn(draft, target, committed_len, decision.num_accepted)
         return RoundOutcome(
             token_ids=decision.token_ids,
-            provenance=trace_tokens(decision, proposal.supports, verification, self._replicas.draft_pool),
-            num_draft_tokens=num_draft_tokens,
+            provenance=trace_tokens(decision, draft.proposal.supports, target.verification, self._replicas.draft_pool),
+            num_draft_tokens=len(draft.proposal.draft_token_ids),
             num_accepted=decision.num_accepted,
-            draft_s=draft_s,
-            verify_s=verify_s,
-            wire_bytes=draft_bytes + target_bytes,
-            num_cached_tokens=verification.num_cached_tokens,
+            draft_s=draft.wait_s,
+            verify_s=target.wait_s,
+            wire_bytes=draft.wire_bytes + target.wire_bytes,
+            num_cached_tokens=target.verification.num_cached_tokens,
+            draft_pool=self._replicas.draft_pool,
+            target_only_cause=draft.missing_cause,
         )
 
-    async def _propose(self, round_id: int, gamma: int) -> tuple[Replica | None, Proposal, int, float]:
+    async def _propose(self, round_id: int, gamma: int) -> _DraftAnswer:
         """Asks the draft. Whatever goes wrong, the answer is an empty proposal."""
-        replica = self._replicas.draft() if gamma > 0 and self._may_ask_draft() else None
+        if gamma < 1:
+            return _DraftAnswer(missing_cause="off")
+        if self._rounds_without_draft > 0:
+            self._rounds_without_draft -= 1
+            return _DraftAnswer(missing_cause="paused")
+        replica = self._replicas.draft()
         if replica is None:
-            return None, _NO_PROPOSAL, 0, 0.0
+            return _DraftAnswer(missing_cause="no_replica")
         gamma = min(gamma, *self._draft_limits(replica))
         if gamma < 1:
-            return None, _NO_PROPOSAL, 0, 0.0
+            return _DraftAnswer(missing_cause="draft_context")
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._setting.draft_timeout_s):
@@ -159,45 +177,66 @@ class RoundRunner:
                 )
             self._check_proposal(reply.value, gamma)
         except (SpecdecError, TimeoutError) as error:
-            self._note_missing_draft(replica, error)
-            return None, _NO_PROPOSAL, 0, time.perf_counter() - began
+            cause = self._note_missing_draft(replica, error)
+            return _DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause)
         self._late_in_a_row = 0
-        return replica, reply.value, reply.wire_bytes, time.perf_counter() - began
+        return _DraftAnswer(
+            proposal=reply.value,
+            replica=replica,
+            wire_bytes=reply.wire_bytes,
+            wait_s=time.perf_counter() - began,
+            missing_cause="" if len(reply.value.draft_token_ids) else "empty",
+        )
 
-    async def _verify(self, round_id: int, proposal: Proposal) -> tuple[Replica, Verification, int, float]:
+    async def _verify(self, round_id: int, proposal: Proposal) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""
         began = time.perf_counter()
         failed: list[Replica] = []
-        last_error: SpecdecError | None = None
         while True:
-            try:
-                replica = self._replicas.target(failed)
-            except Unavailable as error:
-                raise last_error or error from None
+            replica = self._replicas.target(failed)
             try:
                 reply = await self._ask(
                     replica,
                     round_id,
-                    lambda position, link=replica.link: link.verify(
-                        VerifyRequest(
-                            round=position,
-                            draft_token_ids=proposal.draft_token_ids,
-                            support_ids=tuple(support.token_ids for support in proposal.supports),
-                            num_logprobs=self._setting.num_logprobs,
-                        )
-                    ),
+                    lambda position, link=replica.link: link.verify(self._verify_request(position, proposal)),
                 )
-            except KvMiss as error:
-                last_error = Unavailable(f"target replica {replica.address} lost the session twice: {error}")
-            except (Unavailable, ResourceExhausted) as error:
-                last_error = error
+                return _TargetAnswer(replica, reply.value, reply.wire_bytes, time.perf_counter() - began)
+            except (KvMiss, Unavailable, ResourceExhausted) as error:
+                _log.warning("target replica %s did not verify: %s", replica.address, error)
                 if error.reason == "REPLICA_UNAVAILABLE":
                     replica.fail(error)
-            else:
-                return replica, reply.value, reply.wire_bytes, time.perf_counter() - began
-            _log.warning("target replica %s did not verify: %s", replica.address, last_error)
-            self._replicas.learn(replica, 0)
-            failed.append(replica)
+                self._replicas.learn(replica, 0)
+                failed.append(replica)
+                if not self._replicas.has_target(failed):
+                    if isinstance(error, KvMiss):
+                        raise Unavailable(f"target replica {replica.address} lost the session twice") from error
+                    raise
+
+    def _verify_request(self, position: Round, proposal: Proposal) -> VerifyRequest:
+        return VerifyRequest(
+            round=position,
+            draft_token_ids=proposal.draft_token_ids,
+            support_ids=tuple(support.token_ids for support in proposal.supports),
+            num_logprobs=self._setting.num_logprobs,
+        )
+
+    def _learn(self, draft: _DraftAnswer, target: _TargetAnswer, committed_len: int, num_accepted: int) -> None:
+        """Notes what the round showed about replicas and acceptance."""
+        # KV beyond the accepted tokens is of tokens that are not the session's. The final token is in no KV yet, and
+        # the draft lacks its own last token too, which kv_len tells.
+        agreed_len = committed_len + num_accepted
+        self._replicas.learn(target.replica, min(target.verification.kv_len, agreed_len))
+        if draft.replica is not None:
+            self._replicas.learn(draft.replica, min(draft.proposal.kv_len, agreed_len))
+        self._gamma.observe(
+            RoundTimes(
+                num_draft_tokens=len(draft.proposal.draft_token_ids),
+                num_accepted=num_accepted,
+                draft_s=draft.wait_s,
+                verify_s=target.wait_s,
+                num_prefilled=committed_len - target.verification.num_cached_tokens,
+            )
+        )
 
     async def _ask(
         self, replica: Replica, round_id: int, send: Callable[[Round], Awaitable[Reply[ValueT]]]
@@ -238,13 +277,6 @@ class RoundRunner:
         verify = verify_block if self._setting.mode is Mode.BLOCK else verify_rejection
         return verify(draft_token_ids, proposal.supports, verification.rows, key)
 
-    def _may_ask_draft(self) -> bool:
-        """False while the rounds that a late draft sits out last."""
-        if self._rounds_without_draft > 0:
-            self._rounds_without_draft -= 1
-            return False
-        return True
-
     def _draft_limits(self, replica: Replica) -> tuple[int, int]:
         """Draft tokens the replica takes, and those that fit its own context (the last one needs no KV)."""
         if replica.info is None:
@@ -252,18 +284,24 @@ class RoundRunner:
         return replica.info.max_gamma, replica.info.max_context_tokens - len(self._tokens) + 1
 
     def _check_proposal(self, proposal: Proposal, gamma: int) -> None:
+        """A draft that contradicts itself is no draft; it must not end the stream."""
         num_draft_tokens = len(proposal.draft_token_ids)
         num_supports = 0 if self._setting.answers_choices else num_draft_tokens
         if num_draft_tokens > gamma or len(proposal.supports) != num_supports:
-            raise Unavailable(
+            raise Internal(
                 f"the draft answered {num_draft_tokens} tokens and {len(proposal.supports)} supports to gamma {gamma}"
             )
+        for token_id, support in zip(proposal.draft_token_ids, proposal.supports, strict=False):
+            entry_of(int(token_id), support)
 
-    def _note_missing_draft(self, replica: Replica, error: BaseException) -> None:
-        _log.warning("draft replica %s gave no draft: %s", replica.address, error or type(error).__name__)
-        if isinstance(error, Unavailable) and error.reason == "REPLICA_UNAVAILABLE":
+    def _note_missing_draft(self, replica: Replica, error: BaseException) -> str:
+        """Decides when the draft is asked again; returns the cause in a word."""
+        cause = error.reason if isinstance(error, SpecdecError) else "late"
+        _log.warning("draft replica %s gave no draft: %s", replica.address, error or cause)
+        if cause == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         self._replicas.forget_draft()
         # Each wait costs the client a whole deadline, so a draft that keeps being late is asked less and less often.
         self._late_in_a_row += 1
-        self._rounds_without_draft = min(2 ** (self._late_in_a_row - 1) - 1, 63)
+        self._rounds_without_draft = min(2 ** (self._late_in_a_row - 1) - 1, MAX_ROUNDS_WITHOUT_DRAFT)
+        return cause

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.accounting import Account
 from coordinator.output import OutputWriter
 from coordinator.placement import SessionReplicas
 from coordinator.recovery import encode_stats
-from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, GenerationStats, OutputToken, Started
-from coordinator.round import RoundOutcome, RoundRunner
+from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, OutputToken, Started
+from coordinator.round import RoundRunner
 from coordinator.tokens import SessionTokens
 from specdec.errors import Internal, LeaseLost, SessionLost, SpecdecError, Unavailable
+from specdec.observability.logging import bind
 from specdec.state.store import Commit, Lease, SessionStore
 from specdec.types import FinishReason
 
@@ -134,10 +135,7 @@ class GenerationParts:
     tokens: SessionTokens
     writer: OutputWriter
     round_id: int
-    stats: GenerationStats
-    began: float
-    """`time.perf_counter()` at admission."""
-    on_round: Callable[[RoundOutcome], None]
+    account: Account
     on_barren_failure: Callable[[], Awaitable[None]]
     """Called when the generation failed before its first token."""
 
@@ -151,7 +149,6 @@ class Generation:
         self.stream.publish(replayed)
         self._identity = identity
         self._parts = parts
-        self._elapsed_before_s = parts.stats.e2el_s
         self._num_readers = 0
         self._cancel_reason: SpecdecError | None = None
         self._publication: asyncio.Task[None] | None = None
@@ -177,6 +174,10 @@ class Generation:
             self.cancel(Unavailable("the request was cancelled by its client"))
 
     async def _run(self) -> None:
+        with bind(session_id=self._identity.session_id, epoch=self._parts.lease.epoch):
+            await self._live()
+
+    async def _live(self) -> None:
         lease_keeper = asyncio.create_task(self._keep_lease())
         finished: Finished | None = None
         error: SpecdecError | None = None
@@ -196,6 +197,7 @@ class Generation:
         if finished is not None:
             self.stream.finish(finished)
         elif error is not None:
+            self._parts.account.count_failure("CANCELLED" if self.is_cancelled else error.reason)
             self.stream.fail(error)
 
     async def _run_rounds(self) -> Finished:
@@ -206,15 +208,14 @@ class Generation:
             base_len = len(parts.tokens)
             parts.tokens.extend([token.token_id for token in step.tokens])
             parts.replicas.settle(len(parts.tokens))
-            self._count(outcome)
-            parts.on_round(outcome)
+            parts.account.count_round(outcome)
             if self._publication is not None:
                 await asyncio.shield(self._publication)
             commit = Commit(
                 round_id=parts.round_id,
                 base_len=base_len,
                 token_ids=np.array([token.token_id for token in step.tokens], dtype=np.uint32),
-                stats_json=encode_stats(parts.stats),
+                stats_json=encode_stats(parts.account.stats),
                 finish_reason=step.finish_reason,
             )
             parts.round_id += 1
@@ -226,8 +227,7 @@ class Generation:
     async def _publish(self, commit: Commit, tokens: Sequence[OutputToken]) -> None:
         """Commits a round, then shows it."""
         await self._commit(commit)
-        if not self.stream.tokens:
-            self._parts.stats.ttft_s = self._elapsed_s()
+        self._parts.account.count_chunk(len(tokens), is_first=not self.stream.tokens)
         self.stream.publish(tokens)
 
     async def _commit(self, commit: Commit) -> None:
@@ -277,28 +277,7 @@ class Generation:
         except SpecdecError as failure:
             _log.warning("cleaning up a generation failed: %s", failure)
 
-    def _count(self, outcome: RoundOutcome) -> None:
-        stats = self._parts.stats
-        if stats.num_rounds == 0:
-            stats.num_cached_prompt_tokens = min(outcome.num_cached_tokens, self._identity.output_start)
-        stats.num_rounds += 1
-        stats.num_draft_tokens += outcome.num_draft_tokens
-        stats.num_accepted_tokens += outcome.num_accepted
-        stats.num_target_only_steps += outcome.num_draft_tokens == 0
-        num_new_positions = outcome.num_draft_tokens - len(stats.accepted_per_position)
-        stats.accepted_per_position.extend([0] * num_new_positions)
-        for index in range(outcome.num_accepted):
-            stats.accepted_per_position[index] += 1
-        stats.draft_s += outcome.draft_s
-        stats.verify_s += outcome.verify_s
-        stats.wire_bytes += outcome.wire_bytes
-        stats.e2el_s = self._elapsed_s()
-        if not stats.ttft_s:
-            stats.ttft_s = stats.e2el_s  # what is stored with the first commit, which is not through yet
-
-    def _elapsed_s(self) -> float:
-        return self._elapsed_before_s + time.perf_counter() - self._parts.began
-
     def _finished(self, reason: FinishReason) -> Finished:
-        self._parts.stats.e2el_s = self._elapsed_s()
-        return Finished(reason, self._identity.output_start, len(self.stream.tokens), self._parts.stats)
+        account = self._parts.account
+        account.count_finish(reason, len(self.stream.tokens))
+        return Finished(reason, self._identity.output_start, len(self.stream.tokens), account.stats)

@@ -71,6 +71,13 @@ def validate_request(message: coordinator_pb2.GenerateRequest, limits: ServingLi
     )
 
 
+def validate_session_id(session_id: str) -> str:
+    """Checks the id of a call that reads or deletes a session. Raises InvalidRequest."""
+    if not session_id:
+        raise _invalid("session_id", "must be set")
+    return _checked_id("session_id", session_id)
+
+
 def validate_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
     """Checks a conversation. Raises InvalidRequest when it is empty or a role is missing."""
     if not messages.messages:

@@ -1,0 +1,126 @@
+"""`python -m coordinator`: reads settings, builds the coordinator, serves until SIGTERM or Ctrl-C.
+
+The only module of the coordinator that reads the environment and installs signal handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+
+from specdec.state.redis_store import open_registry, open_store
+
+from coordinator.config import CoordinatorSettings
+from coordinator.generations import Generations, GenerationSettings
+from coordinator.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.servicer import CoordinatorServicer
+from coordinator.tokenizer import ServedTokenizer
+from specdec.config import advertised_address, parse_settings, split_address
+from specdec.errors import SpecdecError
+from specdec.observability.logging import configure_logging
+from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
+from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer, require_free
+from specdec.types import Mode
+
+#: After the drain, how long streams may take to hand out what they hold.
+_FLUSH_S = 1.0
+
+_log = logging.getLogger("coordinator")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the service; returns the exit code."""
+    settings = parse_settings(CoordinatorSettings, prog="coordinator", argv=sys.argv[1:] if argv is None else argv)
+    configure_logging(settings.log_format, settings.log_level, service="coordinator")
+    try:
+        asyncio.run(_serve(settings))
+    except SpecdecError as error:
+        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(settings: CoordinatorSettings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    require_free(settings.listen)
+    tokenizer = ServedTokenizer(settings.tokenizer)
+    static = [(DRAFT, address) for address in settings.draft_endpoint]
+    static += [(TARGET, address) for address in settings.target_endpoint]
+    store = open_store(settings.redis_url, session_ttl_s=settings.session_ttl_s)
+    registry = None if static else open_registry(settings.redis_url)
+    metrics = CoordinatorMetrics(settings.tokenizer)
+    server = ServiceServer(
+        settings.listen,
+        service_names=(COORDINATOR_SERVICE,),
+        health_address=settings.health,
+        max_message_bytes=settings.max_message_bytes,
+    )
+
+    async def tell_health(is_ready: bool) -> None:
+        await (server.set_serving() if is_ready else server.set_not_serving())
+
+    pools = ReplicaPools(
+        tokenizer.fingerprint,
+        static_endpoints=static,
+        registry=registry,
+        poll_interval_s=settings.poll_interval_s,
+        on_readiness=tell_health,
+    )
+    generations = Generations(
+        GenerationSettings(
+            coordinator_id=f"c-{secrets.token_hex(6)}",
+            lease_ttl_s=settings.lease_ttl_s,
+            draft_timeout_s=settings.draft_timeout_s,
+            max_running=settings.max_queue,
+        ),
+        store=store,
+        pools=pools,
+        tokenizer=tokenizer,
+        metrics=metrics,
+    )
+    default_mode = Mode[settings.default_mode.upper()]
+    CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
+    stop_metrics = (
+        start_metrics_server(metrics.registry, *split_address(settings.metrics)) if settings.metrics else None
+    )
+    try:
+        await store.ping()
+        await server.start()
+        address = advertised_address(settings.advertise, settings.listen, server.port)
+        _log.info("listening", extra={"address": server.address, "advertised": address})
+        await _watch_until(stop, pools)
+        _log.info("draining", extra={"num_running": generations.num_running})
+        await server.set_not_serving()
+        await generations.drain(settings.drain_grace_s)
+    finally:
+        await server.stop(_FLUSH_S)
+        await generations.drain(0.0)
+        await pools.close()
+        await store.close()
+        if registry is not None:
+            await registry.close()
+        if stop_metrics is not None:
+            stop_metrics()
+
+
+async def _watch_until(stop: asyncio.Event, pools: ReplicaPools) -> None:
+    """Watches the replicas until `stop`. Raises VocabularyMismatch when a static endpoint does not fit."""
+    watcher, stopper = asyncio.create_task(pools.watch()), asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait({watcher, stopper}, return_when=asyncio.FIRST_COMPLETED)
+        if watcher in done:
+            watcher.result()
+    finally:
+        for task in (watcher, stopper):
+            task.cancel()
+        await asyncio.wait({watcher, stopper})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Settings of the coordinator: its own flags on top of the common ones."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from specdec.config import Address, AddressList, ServiceSettings
+
+
+def _refused(address: str) -> str:
+    if address:
+        raise ValueError("is not available: this version has no HTTP gateway yet")
+    return address
+
+
+class CoordinatorSettings(ServiceSettings):
+    """The coordinator: owns sessions, runs the rounds between draft and target replicas, serves clients."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_COORDINATOR__")
+
+    listen: Address = "127.0.0.1:50051"
+    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    http: Annotated[str, AfterValidator(_refused)] = ""
+    """HOST:PORT of the HTTP gateway, which this version does not have."""
+
+    tokenizer: str
+    """Tokenizer of the target model: a directory, or a hub id."""
+
+    draft_endpoint: AddressList = ()
+    """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
+
+    target_endpoint: AddressList = ()
+    """HOST:PORT of a target replica; repeatable. Any static endpoint turns the replica registry off."""
+
+    default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
+    """Speculation mode of requests that name none."""
+
+    draft_timeout_s: float | None = Field(default=5.0, gt=0.0)
+    """How long a round waits for its draft before it goes on without. "none": until the draft answers or dies."""
+
+    lease_ttl_s: float = Field(default=10.0, gt=0.0)
+    """How long a session stays locked after its coordinator has died."""
+
+    session_ttl_s: float = Field(default=3600.0, gt=0.0)
+    """How long an idle session is kept."""
+
+    max_queue: int = Field(default=1024, ge=1)
+    """Most requests admitted at once; one more is refused with QUEUE_FULL."""
+
+    poll_interval_s: float = Field(default=1.0, gt=0.0)
+    """Seconds between two looks at the replicas: new ones are connected, dead ones tried again."""
+
+    @model_validator(mode="after")
+    def _check_endpoints(self) -> Self:
+        if self.draft_endpoint and not self.target_endpoint:
+            raise ValueError("--draft-endpoint needs a --target-endpoint beside it")
+        if self.redis_url.startswith("memory:") and not self.target_endpoint:
+            raise ValueError("--redis-url memory:// needs --target-endpoint: it has no registry to find replicas in")
+        return self
