@@ -59,11 +59,13 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
         InvalidRequest: one sentence that names `model` and what is missing.
     """
     name = str(model)
+    if not name.strip():
+        raise InvalidRequest("the model's name is empty")
     if Path(name).is_dir():
         if not (Path(name) / TOKENIZER_FILE).is_file():
             raise InvalidRequest(f"model directory {name!r} has no {TOKENIZER_FILE}")
         return _from_pretrained(name, local_files_only=True)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InvalidRequest(f"model path {name!r} is not a directory")
     return _from_hub(name)
 

@@ -1,0 +1,62 @@
+"""Names of everything specdec keeps in Redis, and the packing of token ids.
+
+Not here: reading or writing. Called by `redis_store` and `registry`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from specdec.errors import InvalidRequest
+from specdec.types import TokenIds
+
+#: Token ids on the wire to Redis: unsigned, 32 bits, little-endian, nothing between them.
+PACKED_TOKEN = np.dtype("<u4")
+TOKEN_BYTES = PACKED_TOKEN.itemsize
+
+MAX_SESSION_ID_CHARS = 256
+
+_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Braces delimit the cluster's hash tag; a session id with one would scatter its keys over slots.
+_SESSION_ID = re.compile(rf"[^{{}}\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SESSION_ID_CHARS}}}")
+
+
+def check_tenant(tenant: str) -> str:
+    """Returns `tenant`; raises InvalidRequest unless it is 1 to 64 letters, digits, `_`, `.` or `-`."""
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidRequest(f"tenant {tenant!r} is not 1 to 64 letters, digits, '_', '.' or '-'")
+    return tenant
+
+
+def session_keys(tenant: str, session_id: str) -> list[str]:
+    """Keys of one session, all in one cluster slot: meta, tokens, lease.
+
+    Raises:
+        InvalidRequest: the id is empty, longer than 256 characters or holds braces or control characters.
+    """
+    if not _SESSION_ID.fullmatch(session_id):
+        raise InvalidRequest(
+            f"session_id must be 1 to {MAX_SESSION_ID_CHARS} characters without braces or control characters",
+            field="session_id",
+        )
+    stem = f"specdec:{tenant}:{{{session_id}}}"
+    return [f"{stem}:meta", f"{stem}:tokens", f"{stem}:lease"]
+
+
+def replica_keys(role: str) -> list[str]:
+    """Keys of one role's replicas, both in one cluster slot: records, expiry."""
+    stem = f"specdec:replicas:{{{role}}}"
+    return [f"{stem}:records", f"{stem}:expiry"]
+
+
+def pack_tokens(token_ids: TokenIds) -> bytes:
+    """Packs token ids, uint32 [n], into 4n bytes."""
+    return np.ascontiguousarray(token_ids, dtype=PACKED_TOKEN).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> TokenIds:
+    """Unpacks 4n bytes into uint32 [n]; bytes of a torn last token are dropped."""
+    whole = len(packed) - len(packed) % TOKEN_BYTES
+    return np.frombuffer(packed[:whole], dtype=PACKED_TOKEN).astype(np.uint32)

@@ -1,0 +1,183 @@
+"""The session store on Redis 7 or the embedded `fakeredis`: `SessionStore` with one Lua script per atomic step.
+
+Not here: the contract and its meaning (`store`), key names (`keys`), retries and failures (`connection`). Called by the
+coordinator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.errors import LeaseLost, NotFound, SessionBusy, SessionLost
+from specdec.state.connection import RedisConnection
+from specdec.state.keys import TOKEN_BYTES, check_tenant, pack_tokens, session_keys, unpack_tokens
+from specdec.state.store import Commit, Lease, RequestRecord, SessionRecord, SessionStore
+from specdec.types import FinishReason, TokenIds
+
+DEFAULT_TENANT = "default"
+DEFAULT_SESSION_TTL_S = 3600.0
+
+#: `finish_reason` of a request that runs.
+_RUNNING = 0
+
+
+class RedisSessionStore:
+    """`SessionStore` on Redis. Safe for any number of tasks of one event loop.
+
+    A call that is cancelled may or may not have taken effect; every step may be repeated. A session is forgotten
+    `session_ttl_s` after its last acquire, renewal, begin, commit, repair or release; reading does not prolong it.
+    """
+
+    def __init__(self, url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S) -> None:
+        """Connects lazily.
+
+        Args:
+            url: redis://, rediss://, unix:// or memory://.
+            tenant: whose sessions these are; sessions of two tenants never meet.
+            session_ttl_s: above 0.
+
+        Raises:
+            InvalidRequest: the URL or the tenant has another form.
+        """
+        self._tenant = check_tenant(tenant)
+        self._session_ttl_ms = _milliseconds(session_ttl_s)
+        self._connection = RedisConnection(url)
+
+    async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
+        """See `SessionStore.acquire`. The same owner may acquire again, which raises the epoch again."""
+        args = [owner, _milliseconds(ttl_s), self._session_ttl_ms, int(create)]
+        answer = await self._run("acquire", session_id, args)
+        if answer[0] == b"BUSY":
+            raise SessionBusy(f"session {session_id!r} is running another request", field="session_id")
+        if answer[0] == b"NOT_FOUND":
+            raise NotFound(f"there is no session {session_id!r}", field="session_id")
+        return Lease(session_id, owner, int(answer[1]), ttl_s)
+
+    async def renew(self, lease: Lease) -> None:
+        answer = await self._run("renew", lease.session_id, self._fence(lease, _milliseconds(lease.ttl_s)))
+        _check_owned(answer, lease)
+
+    async def release(self, lease: Lease) -> None:
+        await self._run("release", lease.session_id, self._fence(lease))
+
+    async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
+        """See `SessionStore.begin_request`. Raises SessionLost when the log holds fewer tokens than `keep`."""
+        args = [*self._fence(lease), keep, pack_tokens(token_ids), *_request_fields(request)]
+        answer = await self._run("begin_request", lease.session_id, args)
+        _check_owned(answer, lease)
+        _check_log(answer, lease, keep)
+
+    async def commit(self, lease: Lease, commit: Commit) -> None:
+        finish_reason = _RUNNING if commit.finish_reason is None else int(commit.finish_reason)
+        args = [
+            *self._fence(lease),
+            commit.round_id,
+            commit.base_len,
+            pack_tokens(commit.token_ids),
+            commit.stats_json,
+            finish_reason,
+        ]
+        answer = await self._run("commit", lease.session_id, args)
+        _check_owned(answer, lease)
+        _check_log(answer, lease, commit.base_len)
+
+    async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
+        """See `SessionStore.repair`. What the log holds beyond `base_len` is replaced; the next commit names its round.
+
+        Raises:
+            LeaseLost: the lease is not ours any more.
+            SessionLost: the log holds fewer tokens than `base_len`.
+        """
+        answer = await self._run("repair", lease.session_id, [*self._fence(lease), base_len, pack_tokens(token_ids)])
+        _check_owned(answer, lease)
+        _check_log(answer, lease, base_len)
+
+    async def load(self, session_id: str) -> SessionRecord | None:
+        answer = await self._run("load", session_id, [])
+        if not answer:
+            return None
+        flat, num_bytes, owner, expires_in_ms = answer
+        meta = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        return SessionRecord(
+            session_id=session_id,
+            epoch=int(meta["epoch"]),
+            round_id=int(meta["round"]),
+            num_tokens=num_bytes // TOKEN_BYTES,
+            request=_read_request(meta),
+            owner=owner.decode(),
+            expires_in_s=max(0, expires_in_ms) / 1000,
+        )
+
+    async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
+        """See `SessionStore.read_tokens`. Empty beyond the log's end, and for a session there is none of."""
+        tokens_key = session_keys(self._tenant, session_id)[1]
+        return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
+
+    async def delete(self, session_id: str) -> None:
+        await self._connection.run_command("DEL", *session_keys(self._tenant, session_id))
+
+    async def ping(self) -> None:
+        await self._connection.run_command("PING")
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def _run(self, script: str, session_id: str, args: list[str | bytes | int]) -> Any:
+        return await self._connection.run_script(script, session_keys(self._tenant, session_id), args)
+
+    def _fence(self, lease: Lease, *between: int) -> list[str | bytes | int]:
+        """The arguments that every fenced script begins with."""
+        return [lease.owner, lease.epoch, *between, self._session_ttl_ms]
+
+
+def open_store(url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S) -> SessionStore:
+    """Opens the session store behind a URL; connects lazily, so `ping` tells whether it is there.
+
+    Raises:
+        InvalidRequest: the URL or the tenant has another form than `RedisSessionStore` takes.
+    """
+    return RedisSessionStore(url, tenant=tenant, session_ttl_s=session_ttl_s)
+
+
+def _request_fields(request: RequestRecord) -> list[str | bytes | int]:
+    return [
+        *("request_id", request.request_id),
+        *("request_digest", request.request_digest),
+        *("parameters_json", request.parameters_json),
+        *("turn", request.turn),
+        *("output_start", request.output_start),
+        *("finish_reason", _RUNNING if request.finish_reason is None else int(request.finish_reason)),
+        *("stats_json", request.stats_json),
+    ]
+
+
+def _read_request(meta: dict[str, str]) -> RequestRecord | None:
+    if "request_id" not in meta:
+        return None
+    finish_reason = int(meta["finish_reason"])
+    return RequestRecord(
+        request_id=meta["request_id"],
+        request_digest=meta["request_digest"],
+        parameters_json=meta["parameters_json"],
+        turn=int(meta["turn"]),
+        output_start=int(meta["output_start"]),
+        finish_reason=None if finish_reason == _RUNNING else FinishReason(finish_reason),
+        stats_json=meta["stats_json"],
+    )
+
+
+def _check_owned(answer: Any, lease: Lease) -> None:
+    if answer[0] == b"LEASE_LOST":
+        raise LeaseLost(f"the lease of session {lease.session_id!r} at epoch {lease.epoch} is not ours any more")
+
+
+def _check_log(answer: Any, lease: Lease, expected: int) -> None:
+    if answer[0] == b"SESSION_LOST":
+        raise SessionLost(
+            f"the log of session {lease.session_id!r} holds {int(answer[1])} tokens where {expected} were committed"
+        )
+
+
+def _milliseconds(seconds: float) -> int:
+    # Redis refuses an expiry of 0.
+    return max(1, round(seconds * 1000))

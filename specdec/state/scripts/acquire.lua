@@ -1,0 +1,34 @@
+-- Takes a session's lease and raises its epoch to max(stored + 1, server time in microseconds).
+--
+-- KEYS[1] session meta (hash)
+-- KEYS[2] session tokens (string)
+-- KEYS[3] session lease (string: owner)
+-- ARGV[1] owner
+-- ARGV[2] lease ttl, ms
+-- ARGV[3] session ttl, ms
+-- ARGV[4] '1': make the session if there is none
+-- RETURNS {'OK', epoch} | {'BUSY'} | {'NOT_FOUND'}
+
+local holder = redis.call('GET', KEYS[3])
+if holder and holder ~= ARGV[1] then
+  return { 'BUSY' }
+end
+local stored = redis.call('HGET', KEYS[1], 'epoch')
+if not stored and ARGV[4] ~= '1' then
+  return { 'NOT_FOUND' }
+end
+
+-- A microsecond clock stays below 2^53 for two centuries, so doubles hold it exactly; %.0f keeps it out of exponents.
+local now = redis.call('TIME')
+local epoch = tonumber(now[1]) * 1000000 + tonumber(now[2])
+if stored and tonumber(stored) >= epoch then
+  epoch = tonumber(stored) + 1
+end
+local text = string.format('%.0f', epoch)
+
+redis.call('HSET', KEYS[1], 'epoch', text)
+redis.call('HSETNX', KEYS[1], 'round', '0')
+redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+return { 'OK', text }

@@ -1,0 +1,20 @@
+-- Stores a replica's heartbeat.
+--
+-- KEYS[1] records of one role (hash: replica id to record)
+-- KEYS[2] their expiry (sorted set: replica id by server time in ms)
+-- ARGV[1] replica id
+-- ARGV[2] record, JSON
+-- ARGV[3] ttl, ms
+-- RETURNS {'OK'}
+
+local now = redis.call('TIME')
+local now_ms = tonumber(now[1]) * 1000 + math.floor(tonumber(now[2]) / 1000)
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('ZADD', KEYS[2], string.format('%.0f', now_ms + tonumber(ARGV[3])), ARGV[1])
+-- The keys outlive their last replica by nothing: a namespace nobody serves leaves nothing behind.
+for _, key in ipairs(KEYS) do
+  if redis.call('PTTL', key) < tonumber(ARGV[3]) then
+    redis.call('PEXPIRE', key, ARGV[3])
+  end
+end
+return { 'OK' }

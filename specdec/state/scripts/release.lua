@@ -1,0 +1,16 @@
+-- Gives a lease back; one that is not the caller's any more is left alone.
+--
+-- KEYS[1] session meta (hash)
+-- KEYS[2] session tokens (string)
+-- KEYS[3] session lease (string: owner)
+-- ARGV[1] owner
+-- ARGV[2] epoch
+-- ARGV[3] session ttl, ms
+-- RETURNS {'OK'}
+
+if redis.call('GET', KEYS[3]) == ARGV[1] and redis.call('HGET', KEYS[1], 'epoch') == ARGV[2] then
+  redis.call('DEL', KEYS[3])
+  redis.call('PEXPIRE', KEYS[1], ARGV[3])
+  redis.call('PEXPIRE', KEYS[2], ARGV[3])
+end
+return { 'OK' }

@@ -1,0 +1,18 @@
+-- Extends a lease, and the session with it.
+--
+-- KEYS[1] session meta (hash)
+-- KEYS[2] session tokens (string)
+-- KEYS[3] session lease (string: owner)
+-- ARGV[1] owner
+-- ARGV[2] epoch
+-- ARGV[3] lease ttl, ms
+-- ARGV[4] session ttl, ms
+-- RETURNS {'OK'} | {'LEASE_LOST'}
+
+if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
+  return { 'LEASE_LOST' }
+end
+redis.call('PEXPIRE', KEYS[3], ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
+return { 'OK' }
