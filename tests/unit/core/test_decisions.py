@@ -1,0 +1,146 @@
+"""Decisions of one round: rejection, block and choices on small cases worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.core import block, rejection
+from specdec.core.block import acceptance_levels, verify_block
+from specdec.core.coupling import verify_choices
+from specdec.core.expectation import (
+    acceptance_probability,
+    coupled_acceptance_probability,
+    expected_tokens_per_round,
+)
+from specdec.core.random import DrawKey
+from specdec.core.rejection import acceptance_bound, entry_of, verify_rejection
+from specdec.core.sparse import law_row
+from specdec.errors import Internal
+from specdec.types import LAW_TOTAL, LawRow, Support, TokenSource
+
+KEY = DrawKey(seed=1, turn=0, committed_len=10)
+
+
+def support(**weights: int) -> Support:
+    ids = [int(name[1:]) for name in weights]
+    return Support(np.array(ids, dtype=np.uint32), np.array(list(weights.values()), dtype=np.uint16))
+
+
+def row(*weights: float, z: int = -1, p_z: float = 0.0) -> LawRow:
+    return LawRow((np.array(weights) * LAW_TOTAL).astype(np.uint32), z, p_z)
+
+
+BONUS = row(1.0, z=9, p_z=0.5)
+
+
+@pytest.mark.parametrize("verify", [verify_rejection, verify_block])
+def test_a_round_without_draft_tokens_is_a_target_only_step(verify) -> None:
+    decision = verify([], [], [BONUS], KEY)
+    assert decision.token_ids == (9,)
+    assert decision.sources == (TokenSource.TARGET,)
+    assert (decision.num_accepted, decision.p, decision.q) == (0, (0.5,), (0.0,))
+
+
+@pytest.mark.parametrize("verify", [verify_rejection, verify_block])
+def test_draft_tokens_from_the_targets_own_law_are_always_accepted(verify) -> None:
+    same = support(t1=1, t4=3)
+    decision = verify([4, 1], [same, same], [row(0.25, 0.75, 0.0), row(0.25, 0.75, 0.0), BONUS], KEY)
+    assert decision.token_ids == (4, 1, 9)
+    assert decision.sources == (TokenSource.ACCEPTED, TokenSource.ACCEPTED, TokenSource.BONUS)
+    assert (decision.p, decision.q) == ((0.75, 0.25, 0.5), (0.75, 0.25, 0.0))
+
+
+@pytest.mark.parametrize("verify", [verify_rejection, verify_block])
+def test_a_token_the_target_never_says_is_replaced_from_the_residual(verify) -> None:
+    rows = [row(0.0, 0.25, 0.75, z=7, p_z=0.5), BONUS]
+    token_ids = set()
+    for seed in range(60):
+        decision = verify([1], [support(t1=1, t2=1)], rows, DrawKey(seed, 0, 0))
+        assert decision.num_accepted == 0
+        assert decision.sources == (TokenSource.CORRECTED,)
+        token_ids.add(decision.token_ids[0])
+        assert decision.p == (0.5,)
+    assert token_ids == {7}  # p(2) = 0.25 lies below q(2) = 0.5: nothing of it is left
+
+
+@pytest.mark.parametrize("verify", [verify_rejection, verify_block])
+def test_a_draft_token_outside_its_support_is_an_error_of_the_proposal(verify) -> None:
+    with pytest.raises(Internal, match="draft token 3"):
+        verify([3], [support(t1=1, t4=1)], [row(0.5, 0.5, 0.0), BONUS], KEY)
+
+
+@pytest.mark.parametrize("verify", [verify_rejection, verify_block])
+def test_a_point_mass_draft_is_accepted_as_often_as_the_target_says_it(verify) -> None:
+    rows = [row(0.25, 0.75, z=8, p_z=0.75), BONUS]
+    decisions = [verify([2], [support(t2=5)], rows, DrawKey(seed, 0, 0)) for seed in range(2000)]
+    num_accepted = sum(decision.num_accepted for decision in decisions)
+    assert abs(num_accepted - 500) < 6 * np.sqrt(2000 * 0.25 * 0.75)  # deterministic; 6 sigma
+    assert {decision.token_ids for decision in decisions} == {(2, 9), (8,)}
+
+
+def test_the_acceptance_bound_is_the_rule_of_the_protocol_solved_for_u() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        weights = rng.integers(1, 65536, 4)
+        draft = Support(np.arange(4, dtype=np.uint32), weights.astype(np.uint16))
+        target = law_row(rng.dirichlet(np.ones(6)), np.arange(4), 0.5)
+        entry = entry_of(2, draft)
+        bound = acceptance_bound(entry, draft, target)
+        for u in (0, bound - 1, bound, LAW_TOTAL - 1):
+            if 0 <= u < LAW_TOTAL:
+                rule = u * int(weights[2]) < int(target.weights[2]) * int(weights.sum())
+                assert (u < bound) == rule
+
+
+def test_the_residual_of_equal_laws_is_the_law() -> None:
+    weights = rejection.residual_weights(support(t1=1, t2=3), row(0.25, 0.75, 0.0))
+    assert weights.tolist() == [LAW_TOTAL // 4, 3 * LAW_TOTAL // 4, 0]
+
+
+def test_residual_weights_of_the_widest_laws_fit_62_bits() -> None:
+    size = 1 << 15
+    wide = Support(np.arange(size, dtype=np.uint32), np.full(size, 65535, dtype=np.uint16))
+    weights = rejection.residual_weights(wide, LawRow(np.array([0] * size + [LAW_TOTAL], dtype=np.uint32), 40_000, 1.0))
+    assert weights[-1] == LAW_TOTAL * size * 65535
+    assert 0 < int(weights.sum()) <= 1 << 62
+
+
+def test_block_levels_are_those_of_the_paper_on_a_case_by_hand() -> None:
+    drafts = [support(t0=2, t1=1), support(t0=2, t1=1)]  # Q = 2/3, 1/3
+    rows = [row(0.5, 0.5, 0.0), row(0.5, 0.5, 0.0), BONUS]
+    shares, levels = acceptance_levels([0, 1], drafts, rows)
+    assert shares == pytest.approx([1.0, 0.75, 1.0])
+    excess = 0.75 * 0.5 - 1 / 3
+    assert levels == pytest.approx([excess / (excess + 0.25), 1.0])
+
+
+def test_block_accepts_a_prefix_when_nothing_is_left_over_and_its_share_is_whole() -> None:
+    same = support(t1=1, t4=3)
+    _, levels = acceptance_levels([1, 1], [same, same], [row(0.25, 0.75, 0.0)] * 2)
+    assert levels == [1.0, 1.0]
+    assert block.residual_weights(1.0, same, row(0.25, 0.75, 0.0)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_choices_are_accepted_while_equal_and_the_targets_is_emitted() -> None:
+    decision = verify_choices([5, 6, 7], [5, 9, 7, 1], [0.5, 0.25, 0.1, 0.2])
+    assert decision.token_ids == (5, 9)
+    assert decision.sources == (TokenSource.ACCEPTED, TokenSource.CORRECTED)
+    assert (decision.num_accepted, decision.num_emitted) == (1, 2)
+    assert (decision.p, decision.q) == ((0.5, 0.25), (0.0, 0.0))
+    assert verify_choices([5], [5, 2], [1.0, 1.0]).sources == (TokenSource.ACCEPTED, TokenSource.BONUS)
+    assert verify_choices([], [2], [1.0]).sources == (TokenSource.TARGET,)
+
+
+def test_expected_tokens_per_round_sum_the_survival_of_positions() -> None:
+    assert expected_tokens_per_round([]) == 1.0
+    assert expected_tokens_per_round([0.8] * 4) == pytest.approx((1 - 0.8**5) / 0.2)
+    assert expected_tokens_per_round([1.0, 0.0, 1.0]) == 2.0
+
+
+def test_acceptance_probabilities_of_rejection_and_coupling() -> None:
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.25, 0.25, 0.5])
+    assert acceptance_probability(p, q) == pytest.approx(0.5)
+    assert acceptance_probability(p, p) == pytest.approx(1.0)
+    assert coupled_acceptance_probability(p, p) == pytest.approx(1.0)
+    assert coupled_acceptance_probability(p, q) == pytest.approx(2 / (1 + 1 + 2))

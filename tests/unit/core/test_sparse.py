@@ -1,0 +1,136 @@
+"""The sparse wire in integers: cuts, draws, rows, and their torch twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.core.coupling import coupled_choice
+from specdec.core.random import DrawKey
+from specdec.core.sparse import cut_support, default_s_max, draw_from_support, integer_weights, law_row
+from specdec.engine.sampling import coupled_choices, cut_supports, law_rows, logit_rows
+from specdec.types import LAW_TOTAL
+
+
+def zipf(size: int, exponent: float, seed: int = 0) -> np.ndarray:
+    weights = np.arange(1, size + 1) ** -exponent
+    return np.random.default_rng(seed).permutation(weights / weights.sum())
+
+
+def test_large_vocabularies_get_64_entries_and_small_ones_all_of_theirs() -> None:
+    assert (default_s_max(2048), default_s_max(32_768), default_s_max(151_936)) == (2048, 32_768, 64)
+
+
+def test_a_support_is_the_fewest_likeliest_tokens_that_cover() -> None:
+    support, lost = cut_support(np.array([0.1, 0.4, 0.0, 0.3, 0.2]), s_max=5, coverage=0.85)
+    assert support.token_ids.tolist() == [1, 3, 4]
+    assert support.weights.tolist() == [65535, round(65535 * 0.75), round(65535 * 0.5)]
+    assert lost == pytest.approx(0.1)
+
+
+def test_a_support_never_exceeds_s_max_and_ties_go_to_the_lower_id() -> None:
+    support, lost = cut_support(np.full(10, 0.1), s_max=4, coverage=0.99)
+    assert support.token_ids.tolist() == [0, 1, 2, 3]
+    assert lost == pytest.approx(0.6)
+
+
+def test_weights_that_round_to_zero_leave_the_support() -> None:
+    support, lost = cut_support(np.array([1e-7, 1.0 - 1e-7]), s_max=2, coverage=1.0)
+    assert support.token_ids.tolist() == [1]
+    assert lost == pytest.approx(1e-7)
+
+
+def test_a_one_hot_law_is_a_point_mass() -> None:
+    support, lost = cut_support(np.array([0.0, 0.0, 1.0]), s_max=3)
+    assert (support.token_ids.tolist(), lost) == ([2], 0.0)
+    assert draw_from_support(support, DrawKey(1, 2, 3), 0) == 2
+    assert draw_from_support(support, DrawKey(1, 2, 3), 0) == 2
+
+
+def test_a_row_whose_support_holds_everything_has_no_rest_and_no_z() -> None:
+    row = law_row(np.array([0.5, 0.0, 1.0 / 3, 1.0 / 6]), [0, 2, 3], 0.5)
+    assert row.weights.tolist() == [LAW_TOTAL // 2, 715_827_883, 357_913_941, 0]
+    assert (row.tail_token_id, row.tail_probability) == (-1, 0.0)
+
+
+def test_a_rest_too_small_for_the_integers_is_no_rest() -> None:
+    row = law_row(np.array([1.0 - 1e-12, 1e-12]), [0], 0.5)
+    assert row.weights.tolist() == [LAW_TOTAL, 0]
+    assert row.tail_token_id == -1
+
+
+def test_a_row_with_an_empty_support_is_a_draw_of_the_law() -> None:
+    row = law_row(np.array([0.25, 0.0, 0.75]), [], 0.3)
+    assert row.weights.tolist() == [LAW_TOTAL]
+    assert (row.tail_token_id, row.tail_probability) == (2, 0.75)
+
+
+def test_a_support_without_target_mass_leaves_everything_to_the_rest() -> None:
+    row = law_row(np.array([0.0, 0.0, 1.0]), [0, 1], 0.999)
+    assert row.weights.tolist() == [0, 0, LAW_TOTAL]
+    assert (row.tail_token_id, row.tail_probability) == (2, 1.0)
+
+
+def test_the_remainder_of_rounding_goes_to_the_largest_entry() -> None:
+    masses = np.full(40_000, 0.25 / 40_000)
+    weights = integer_weights(masses, 0.75)
+    assert weights.sum(dtype=np.int64) == LAW_TOTAL
+    assert len(set(weights[:-1].tolist())) == 1
+
+
+@pytest.mark.parametrize("size", [11, 512, 513, 4096])
+def test_torch_supports_and_rows_equal_the_reference(size: int) -> None:
+    laws = np.stack([zipf(size, 0.3, 1), zipf(size, 1.1, 2), zipf(size, 3.0, 3), np.full(size, 1 / size)])
+    laws[1, laws[1] < np.quantile(laws[1], 0.3)] = 0.0
+    laws /= laws.sum(axis=-1, keepdims=True)
+    uniforms = [0.1, 0.5, 1e-12, 1.0 - 1e-12]
+    for s_max, coverage in ((4, 0.99), (64, 0.99), (size, 0.99), (size, 1.0)):
+        supports = cut_supports(torch.tensor(laws), s_max, coverage)
+        ids = [support.token_ids for support, _ in supports]
+        rows = law_rows(torch.tensor(laws), ids, uniforms)
+        for law, uniform, (support, lost), row in zip(laws, uniforms, supports, rows, strict=True):
+            expected, expected_lost = cut_support(law, s_max, coverage)
+            np.testing.assert_array_equal(support.token_ids, expected.token_ids)
+            np.testing.assert_array_equal(support.weights, expected.weights)
+            assert lost == pytest.approx(expected_lost, abs=1e-12)
+            expected_row = law_row(law, expected.token_ids, uniform)
+            np.testing.assert_array_equal(row.weights, expected_row.weights)
+            assert row.tail_token_id == expected_row.tail_token_id
+            assert row.tail_probability == expected_row.tail_probability
+
+
+def test_torch_bonus_rows_equal_the_reference_among_other_rows() -> None:
+    laws = np.stack([zipf(700, 1.0, 1), zipf(700, 1.0, 2)])
+    ids = [cut_support(laws[0], 8)[0].token_ids, np.empty(0, dtype=np.uint32)]
+    rows = law_rows(torch.tensor(laws), ids, [0.7, 0.9])
+    for law, support_ids, uniform, row in zip(laws, ids, (0.7, 0.9), rows, strict=True):
+        expected = law_row(law, support_ids, uniform)
+        assert row.weights.tolist() == expected.weights.tolist()
+        assert (row.tail_token_id, row.tail_probability) == (expected.tail_token_id, expected.tail_probability)
+
+
+def test_torch_coupled_choices_equal_the_reference() -> None:
+    laws = np.stack([zipf(4001, exponent, seed) for seed, exponent in enumerate((0.0, 0.5, 1.0, 1.5, 8.0))])
+    laws[2, ::3] = 0.0
+    laws /= laws.sum(axis=-1, keepdims=True)
+    for base in range(20):
+        seeds = [base, (1 << 64) - 1 - base, base << 32, 7, 7]
+        turns, positions = [0, 1, base, 3, 3], [5, 5, 9, base, base + 1]
+        choices, probabilities = coupled_choices(torch.tensor(laws), seeds, turns, positions)
+        for row, choice in enumerate(choices):
+            assert choice == coupled_choice(laws[row], seeds[row], turns[row], positions[row])
+            assert probabilities[row] == laws[row, choice]
+
+
+def test_logit_rows_are_the_raw_logits() -> None:
+    logits = np.array([[1.0, 3.0, 3.0, -np.inf], [0.0, -1.0, 2.0, -np.inf]], dtype=np.float32)
+    supports = [np.array([0, 2], dtype=np.uint32), np.empty(0, dtype=np.uint32)]
+    first, second = logit_rows(torch.tensor(logits), supports, [-1, 2], 2)
+    assert first.support_logits.tolist() == [1.0, 3.0]
+    assert second.support_logits.tolist() == []
+    assert (first.tail_logit, second.tail_logit) == (0.0, 2.0)
+    assert first.logsumexp == pytest.approx(np.log(np.exp([1.0, 3.0, 3.0]).sum()))
+    assert first.top_token_ids.tolist() == [1, 2]
+    assert second.top_logits.tolist() == [2.0, 0.0]
+    assert logit_rows(torch.tensor(logits), supports, [-1, 2], 0)[0].top_token_ids.tolist() == []
