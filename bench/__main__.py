@@ -1,0 +1,42 @@
+"""`python -m bench SUITE --json FILE --plot DIR [--quick]`: run a suite, print its table, keep its rows and plots.
+
+Not here: any measurement. Exit code 1 when a row falls short of what it must reach (never with `--quick`, whose
+intervals are too wide to judge by), so that a script can hold a result.
+"""
+
+import argparse
+from pathlib import Path
+
+from bench import latency
+from bench.report import print_table, write_plots
+from bench.rows import write_json
+
+SUITES = {latency.SUITE: latency}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the suite that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure against peers in the same run.")
+    commands = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    for name, suite in SUITES.items():
+        command = commands.add_parser(name, help=(suite.__doc__ or "").partition("\n")[0])
+        command.add_argument("--json", type=Path, help="write the rows to this file")
+        command.add_argument("--plot", type=Path, help="write PNG plots into this folder (needs the bench extra)")
+        command.add_argument(
+            "--quick", action="store_true", help="a few pairs only: a smoke test, not a figure to keep"
+        )
+        suite.add_arguments(command)
+    arguments = parser.parse_args(argv)
+
+    rows = SUITES[arguments.suite].run(arguments)
+    print_table(rows)
+    if arguments.json:
+        write_json(rows, arguments.json)
+    if arguments.plot:
+        for path in write_plots(rows, arguments.plot):
+            print(path)
+    return int(not arguments.quick and any(row.falls_short for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""Checkpoints made for measuring: `deep(N, eps)` costs what a deep model costs and says what the shallow one says.
+
+Not here: the demo pair's training (`models/demo`). Called by the suites and the tests.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+
+_OUTPUT_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: int = 0) -> Path:
+    """Append decoder layers to a Llama checkpoint that add almost nothing to what it computes.
+
+    The new layers are initialised as the model's own would be before training; their two output projections are scaled
+    by `eps`, so that each adds about eps times what an untrained layer adds to the residual stream. eps dials how far
+    the law moves, and with it acceptance.
+
+    Args:
+        source_dir: a Llama checkpoint with its tokenizer.
+        directory: where the new checkpoint goes, in float32; made if it does not exist.
+        num_layers: layers to append.
+        eps: scale of the appended layers' `o_proj` and `down_proj`.
+        seed: fixes the appended weights.
+
+    Returns:
+        `directory`.
+    """
+    source = LlamaForCausalLM.from_pretrained(source_dir, dtype=torch.float32)
+    config = LlamaConfig.from_pretrained(source_dir)
+    first_new = config.num_hidden_layers
+    config.num_hidden_layers = first_new + num_layers
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = LlamaForCausalLM._from_config(config, dtype=torch.float32)
+    made.load_state_dict(source.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in made.model.layers[first_new:]:
+            for name in _OUTPUT_PROJECTIONS:
+                layer.get_parameter(name).mul_(eps)
+    made.generation_config = source.generation_config
+    made.save_pretrained(directory)
+    for path in Path(source_dir).iterdir():
+        if "token" in path.name or path.suffix == ".jinja":
+            shutil.copy(path, directory)
+    return directory

@@ -1,0 +1,74 @@
+"""Interleaved pairs and the ratio they give: the machine's drift hits both sides of a pair alike.
+
+Not here: what is measured. Called by the suites.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+MIN_PAIRS = 9
+"""Fewest pairs of a kept figure; `--quick` takes fewer and says so."""
+
+NUM_RESAMPLES = 10_000
+
+Case = TypeVar("Case")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median ratio and the 95 % interval of that median."""
+
+    median: float
+    low: float
+    high: float
+    num_pairs: int
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Ratio:
+    """The median of the pairs' ratios with its 95 % interval.
+
+    Args:
+        numerators: one positive measurement per pair.
+        denominators: the other side of the same pairs.
+        seed: fixes the resampling, so that equal measurements give equal intervals.
+
+    Raises:
+        ValueError: no pairs, unequal lengths, or a measurement that is not positive.
+
+    Source: Efron, "Bootstrap methods: another look at the jackknife", 1979 (percentile interval).
+    """
+    above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if len(above) != len(below) or len(above) == 0:
+        raise ValueError(f"pairs need two sides of equal length above 0 (got {len(above)} and {len(below)})")
+    if not (above > 0).all() or not (below > 0).all():
+        raise ValueError("every measurement of a pair must be positive")
+    ratios = above / below
+    resamples = np.random.default_rng(seed).choice(ratios, size=(NUM_RESAMPLES, len(ratios)))  # [R, N]
+    low, high = np.quantile(np.median(resamples, axis=1), [0.025, 0.975])
+    return Ratio(float(np.median(ratios)), float(low), float(high), len(ratios))
+
+
+def interleave(
+    cases: Sequence[Case], systems: dict[str, Callable[[Case], Result]], after_each: Callable[[], None] = lambda: None
+) -> dict[str, list[Result]]:
+    """Run every case on every system, forwards for even cases and backwards for odd ones.
+
+    Args:
+        cases: what each system gets, one at a time.
+        systems: name to measurement; called one after the other, never at once.
+        after_each: called after every measurement (progress).
+
+    Returns:
+        Per system, the results in the order of `cases`: equal indices are a pair.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in systems}
+    for index, case in enumerate(cases):
+        order = list(systems) if index % 2 == 0 else list(systems)[::-1]
+        for name in order:
+            results[name].append(systems[name](case))
+            after_each()
+    return results

@@ -1,0 +1,145 @@
+"""Hugging Face's own generation as the peer: plain, with an assistant model, and by prompt lookup.
+
+What it is: `PeerModels`, which runs one stream at a time, and `PeerProcess`, which keeps it in a process of its own so
+that its threads and its allocator are not ours. What it is not: a tuned server; it is what a user of transformers gets
+with the same weights, threads, prompts, gamma and dtype. Called by the suites; `python -m bench.peers` is the child.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+METHODS = ("plain", "assisted", "prompt_lookup")
+
+
+@dataclass(frozen=True)
+class PeerRun:
+    """One greedy stream as the peer ran it."""
+
+    token_ids: list[int]
+    """The new tokens, EOS ignored."""
+    ttft_s: float
+    e2el_s: float
+
+
+class PeerModels:
+    """A target and a draft loaded by transformers, in this process."""
+
+    def __init__(self, target_dir: str, draft_dir: str, num_threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(num_threads)
+        self._torch = torch
+        self._target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+        self._draft = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=torch.float32).eval()
+        for model in (self._target, self._draft):
+            # EOS is ignored on every side: all systems make the same number of tokens.
+            model.generation_config.eos_token_id = None
+            model.config.eos_token_id = None
+
+    def run(self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int) -> PeerRun:
+        """Generate greedily.
+
+        Args:
+            method: one of `METHODS`.
+            prompt_token_ids: BOS included.
+            max_new_tokens: exactly this many are made.
+            gamma: draft tokens a round, by a constant schedule; unused by `plain`.
+        """
+        from transformers import StoppingCriteriaList
+
+        times: list[float] = []
+
+        def note_time(input_ids: object, scores: object, **unused: object) -> object:
+            times.append(time.perf_counter())
+            return self._torch.zeros(1, dtype=self._torch.bool)
+
+        options = {"assisted": {"assistant_model": self._draft}, "prompt_lookup": {"prompt_lookup_num_tokens": gamma}}
+        draft_config = self._draft.generation_config
+        draft_config.num_assistant_tokens = gamma
+        draft_config.num_assistant_tokens_schedule = "constant"
+        draft_config.assistant_confidence_threshold = 0.0
+        inputs = self._torch.tensor([prompt_token_ids])  # [1, T]
+        started = time.perf_counter()
+        with self._torch.inference_mode():
+            output = self._target.generate(
+                inputs,
+                attention_mask=self._torch.ones_like(inputs),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                stopping_criteria=StoppingCriteriaList([note_time]),
+                **options.get(method, {}),
+            )
+        finished = time.perf_counter()
+        return PeerRun(output[0, len(prompt_token_ids) :].tolist(), times[0] - started, finished - started)
+
+
+class PeerProcess:
+    """`PeerModels` in a child process. Use it by `with`; one call at a time."""
+
+    def __init__(self, target_dir: Path, draft_dir: Path, num_threads: int) -> None:
+        command = [sys.executable, "-m", "bench.peers", "--target", str(target_dir), "--draft", str(draft_dir)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "TRANSFORMERS_VERBOSITY": "error"}
+        self._process = subprocess.Popen(
+            [*command, "--threads", str(num_threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).resolve().parents[1],
+        )
+        self._read()
+
+    def run(self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int) -> PeerRun:
+        """As `PeerModels.run`; the times are the child's own, without the pipe."""
+        request = {
+            "method": method,
+            "prompt_token_ids": prompt_token_ids,
+            "max_new_tokens": max_new_tokens,
+            "gamma": gamma,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return PeerRun(**self._read())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The child ends at the end of its input.
+        self._process.communicate()
+
+    def _read(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer process ended with exit code {self._process.wait()}")
+        return json.loads(line)
+
+
+def main() -> None:
+    """Answer one request a line until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    models = PeerModels(arguments.target, arguments.draft, arguments.threads)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(asdict(models.run(**json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

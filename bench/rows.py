@@ -1,0 +1,88 @@
+"""One measured figure, with where and when it was measured; rows in and out of JSON.
+
+Not here: how a figure is obtained (`pairs`, the suites) or shown (`report`). Called by the suites and `__main__`.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+def hardware_name() -> str:
+    """The processor as the kernel names it, and how many logical cores this process may use."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{len(os.sched_getaffinity(0))} cores, {model}"
+
+
+def commit_name() -> str:
+    """The commit this tree stands on, with `+` where tracked files differ; `unknown` outside a git checkout."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What every row of one run shares."""
+
+    hardware: str = field(default_factory=hardware_name)
+    commit: str = field(default_factory=commit_name)
+    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    A ratio names what it is measured against in `ratio_to` and carries its interval; a plain figure leaves them None.
+    """
+
+    suite: str
+    row: int | None
+    """Number of the agreed row it answers; None for figures that only inform."""
+    case: str
+    system: str
+    metric: str
+    value: float
+    unit: str
+    origin: Origin
+    ratio_to: str | None = None
+    low: float | None = None
+    """Lower end of the 95 % interval of a ratio."""
+    high: float | None = None
+    num_pairs: int | None = None
+    required: float | None = None
+    """What a ratio must reach; it falls short when the whole interval does."""
+    quick: bool = False
+    """Measured by `--quick`: fewer pairs than a kept figure needs."""
+    simulated: bool = False
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether the whole interval lies below what is required."""
+        if self.required is None:
+            return False
+        return (self.value if self.high is None else self.high) < self.required
+
+    def to_json(self) -> dict[str, object]:
+        """A flat object: the row's own fields and its origin's."""
+        fields = asdict(self)
+        return fields | fields.pop("origin")
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows as one JSON list."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")

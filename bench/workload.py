@@ -1,0 +1,33 @@
+"""The prompts every suite measures on: starts of functions in standard-library files that training never saw.
+
+Not here: how they were chosen (`models/demo/corpus.py`). Called by the suites.
+"""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+NUM_NEW_TOKENS = 128
+GAMMA = 4
+NUM_THREADS = 2
+
+_DIRECTORY = Path(__file__).resolve().parent / "prompts"
+
+
+def prompt_texts() -> list[str]:
+    """The 20 prompts in the order of their file names."""
+    return [path.read_text("utf-8") for path in sorted(_DIRECTORY.glob("*.txt"))]
+
+
+def prompt_token_ids(model_dir: Path, length: int | None = None) -> list[list[int]]:
+    """The prompts as token ids, BOS included.
+
+    Args:
+        model_dir: whose tokenizer.
+        length: cut every prompt to its BOS and its last tokens, this many in all, where equal lengths are needed.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
+    prompts = [tokenizer(text)["input_ids"] for text in prompt_texts()]
+    if length is None:
+        return prompts
+    return [ids[:1] + ids[1:][-(length - 1) :] for ids in prompts]
