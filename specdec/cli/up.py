@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         stack.callback(lambda: [child.stop() for child in reversed(children)])
         children += _replicas("target", args.replicas_target, target, args, redis_url, environ)
         children += _replicas("draft", args.replicas_draft, draft, args, redis_url, environ)
-        arguments = ["--tokenizer", target, "--listen", _listen(args), *_common(redis_url)]
+        arguments = ["--tokenizer", target, "--listen", _listen(args), *_common(redis_url), "--poll-interval-s", "0.2"]
         coordinator = Child("coordinator", "coordinator", arguments, environ)
         children.append(coordinator)
         endpoint = arguments[3]

@@ -1,0 +1,201 @@
+"""`specdec up`, `generate` and `chat` as a user runs them: real processes, the demo pair, nothing replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECDEC = [sys.executable, "-m", "specdec.cli"]
+ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")} | {"OMP_NUM_THREADS": "1"}
+ANSI = re.compile("\x1b\\[[0-9;]*m")
+
+
+def start_up(*flags: str) -> tuple[subprocess.Popen[str], str]:
+    """A running `specdec up` and its endpoint."""
+    up = subprocess.Popen(
+        [*SPECDEC, "up", "--listen", "127.0.0.1:0", *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
+    )  # fmt: skip
+    assert up.stdout is not None
+    line = up.stdout.readline()
+    found = re.fullmatch(r"ready grpc=(127\.0\.0\.1:\d+)\n", line)
+    if found is None:
+        up.kill()
+        pytest.fail(f"up printed {line!r}; stderr: {up.communicate()[1]}")
+    return up, found[1]
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Returns when none of the processes runs any more; the test's own time limit is the bound."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            select.select([descriptor], [], [])
+            os.close(descriptor)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    up, endpoint = start_up()
+    yield endpoint
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(60) == 0
+    assert up.communicate() == ("", "")
+
+
+def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SPECDEC, *args], input=stdin, capture_output=True, text=True, env=ENVIRON | environ)
+
+
+def test_generate_json_is_one_object_and_mode_changes_no_greedy_token(endpoint: str) -> None:
+    outputs = {}
+    for mode in ("off", "rejection", "block", "coupled"):
+        flags = ("--json", "--temperature", "0", "--max-new-tokens", "24", "--mode", mode, "--endpoint", endpoint)
+        result = specdec("generate", "import os\n", *flags)
+        assert result.returncode == 0, result.stderr
+        shown = json.loads(result.stdout)
+        outputs[mode] = shown["token_ids"]
+        assert shown["usage"]["num_output_tokens"] == len(shown["token_ids"]) == 24
+        assert (shown["stats"]["num_draft_tokens"] > 0) is (mode != "off")
+    assert len(set(map(tuple, outputs.values()))) == 1
+
+
+def test_generate_without_a_terminal_is_plain_text_and_a_closing_line(endpoint: str) -> None:
+    result = specdec(
+        "generate", "def f(", "--seed", "7", "--gamma", "3", "--max-new-tokens", "16", SPECDEC_ENDPOINT=endpoint
+    )
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+    assert re.fullmatch(r"rounds \d+  alpha (\d\.\d\d|n/a)  tau \d+\.\d\d  \d+\.\d tokens/s\n", result.stderr)
+
+
+def test_generate_in_a_terminal_colours_tokens_by_source_and_shows_a_legend(endpoint: str) -> None:
+    output = in_terminal("generate", "import os\n", "--temperature", "0", "--max-new-tokens", "24", endpoint=endpoint)
+    assert "\x1b[32m" in output  # accepted
+    plain = ANSI.sub("", output)
+    assert "accepted  corrected  bonus  target-only" in plain
+    assert re.search(r"alpha 0\.\d\d|alpha 1\.00", plain)
+    same = specdec("generate", "import os\n", "--temperature", "0", "--max-new-tokens", "24", "--endpoint", endpoint)
+    assert plain.replace("\r\n", "\n").startswith(same.stdout)
+
+
+def test_no_color_turns_colour_off_in_a_terminal(endpoint: str) -> None:
+    output = in_terminal("generate", "import os\n", "--max-new-tokens", "8", endpoint=endpoint, NO_COLOR="1")
+    assert "\x1b" not in output
+    assert "alpha" in output
+
+
+def in_terminal(*args: str, endpoint: str, **environ: str) -> str:
+    """What a command shows on a terminal of its own."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*SPECDEC, *args, "--endpoint", endpoint], stdin=theirs, stdout=theirs, stderr=theirs,
+        env=ENVIRON | {"TERM": "xterm"} | environ,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal is an error to read
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0, shown
+    return shown.decode()
+
+
+def test_chat_answers_each_line_over_one_session(endpoint: str) -> None:
+    flags = ("--temperature", "0", "--max-new-tokens", "8", "--endpoint", endpoint)
+    result = specdec("chat", *flags, stdin="hello\nand again\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("rounds ") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "code_and_reason"),
+    [
+        (["generate", ""], "INVALID_ARGUMENT INVALID_REQUEST"),
+        (["generate", "x", "--temperature", "nan"], "INVALID_ARGUMENT INVALID_REQUEST"),
+        (["generate", "x", "--top-p", "0"], "INVALID_ARGUMENT INVALID_REQUEST"),
+        (["generate", "x", "--gamma", "4000"], "INVALID_ARGUMENT INVALID_REQUEST"),
+        (["generate", "x " * 9000], "INVALID_ARGUMENT CONTEXT_TOO_LONG"),
+    ],
+    ids=["empty prompt", "nan temperature", "top-p 0", "gamma", "long prompt"],
+)
+def test_a_refused_request_is_one_error_line(endpoint: str, args: list[str], code_and_reason: str) -> None:
+    result = specdec(*args, "--endpoint", endpoint)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {code_and_reason}: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_health_of_a_running_system_is_serving(endpoint: str) -> None:
+    result = specdec("health", endpoint)
+    assert (result.returncode, result.stdout) == (0, "SERVING\n")
+
+
+def taken_port() -> tuple[list[str], socket.socket]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return ["--listen", f"127.0.0.1:{listener.getsockname()[1]}"], listener
+
+
+def bad_model() -> tuple[list[str], contextlib.AbstractContextManager[object]]:
+    return [
+        "--listen",
+        "127.0.0.1:0",
+        "--target",
+        "/no/such/model",
+        "--draft",
+        "/no/such/model",
+    ], contextlib.nullcontext()
+
+
+def no_redis() -> tuple[list[str], contextlib.AbstractContextManager[object]]:
+    return ["--listen", "127.0.0.1:0", "--redis-url", "redis://127.0.0.1:1/0"], contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("fault", [taken_port, bad_model, no_redis])
+def test_up_that_cannot_start_says_why_in_one_line_and_leaves_nothing(
+    fault: Callable[[], tuple[list[str], contextlib.AbstractContextManager[object]]],
+) -> None:
+    flags, held = fault()
+    with held:
+        result = specdec("up", *flags)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert re.fullmatch(r"error: [A-Z_]+ [A-Z_]+: .+\n", result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_up_stopped_by_sigterm_leaves_no_process_behind() -> None:
+    up, _ = start_up("--replicas-draft", "2")
+    children = children_of(up)
+    assert len(children) == 4
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(60) == 0
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_the_children_of_a_killed_up_end_by_themselves() -> None:
+    up, _ = start_up()
+    children = children_of(up)
+    assert len(children) == 3
+    up.kill()
+    up.wait()
+    wait_until_gone(children)

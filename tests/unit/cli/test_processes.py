@@ -1,0 +1,108 @@
+"""Children of `specdec up`: what they say, how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.processes import Child, free_ports
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> Mapping[str, str]:
+    """An environment in which modules written to `tmp_path` can be run."""
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def write_module(directory: Path, source: str) -> str:
+    (directory / "some_service.py").write_text(source)
+    return "some_service"
+
+
+WAITS = "import signal\nprint('up', flush=True)\nsignal.sigwait([signal.SIGTERM])\n"
+
+
+def wait_for_end(child: Child) -> None:
+    child._process.wait()
+
+
+def test_the_last_line_of_a_child_that_fails_is_its_reason(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    source = 'import sys\nprint(\'loading\')\nprint(\'{"level": "INFO", "message": "listening"}\')\n'
+    module = write_module(tmp_path, source + "sys.exit('error: no such model: /x')\n")
+    child = Child("target-0", module, [], environ)
+    wait_for_end(child)
+    assert child.last_words() == "no such model: /x"
+    child.stop()
+
+
+def test_a_child_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    child = Child("target-0", write_module(tmp_path, "raise SystemExit(3)"), [], environ)
+    wait_for_end(child)
+    assert child.last_words() == "exit code 3"
+    child.stop()
+
+
+def test_a_service_sees_its_own_arguments_and_main(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    child = Child("x", write_module(tmp_path, "import sys\nprint(__name__, sys.argv[1:])"), ["--model", "m"], environ)
+    wait_for_end(child)
+    assert child.last_words() == "__main__ ['--model', 'm']"
+    child.stop()
+
+
+def test_lines_are_relayed_with_the_childs_name_and_info_records_are_not(
+    tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        '{"level": "INFO", "message": "quiet"}',
+        '{"level": "WARNING", "message": "the draft pool is gone"}',
+        "plain words",
+        "[1]",
+    ]
+    child = Child("coordinator", write_module(tmp_path, f"print({chr(10).join(records)!r})"), [], environ)
+    wait_for_end(child)
+    child._reader.join()
+    child.relay()
+    child.stop()
+    assert capsys.readouterr().err.splitlines() == [
+        "[coordinator] the draft pool is gone",
+        "[coordinator] plain words",
+        "[coordinator] [1]",
+    ]
+
+
+def test_stop_ends_a_running_child_and_may_be_called_twice(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    child = Child("x", write_module(tmp_path, WAITS), [], environ)
+    assert child.is_alive
+    child.stop()
+    assert not child.is_alive
+    child.stop()
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    write_module(tmp_path, WAITS)
+    parent_source = (
+        "import os, signal\nfrom specdec.cli.processes import Child\n"
+        "child = Child('x', 'some_service', [], os.environ)\n"
+        "print(child._process.pid, flush=True)\nsignal.pause()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_source], env=environ, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with contextlib.closing(parent.stdout):
+        child_pid = int(parent.stdout.readline())
+        descriptor = os.pidfd_open(child_pid)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        select.select([descriptor], [], [])
+        os.close(descriptor)
+
+
+def test_free_ports_are_all_different() -> None:
+    assert len(set(free_ports(20))) == 20
