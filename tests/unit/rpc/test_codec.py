@@ -1,0 +1,234 @@
+"""What goes into the codec comes out of it, and nothing malformed gets through."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.errors import Internal, InvalidRequest
+from specdec.rpc import codec
+from specdec.rpc.arrays import decode_supports, encode_supports
+from specdec.types import DrawRule, LawParams, ProposeRequest, VerifyRequest
+from specdec.v1 import draft_pb2, target_pb2
+from tests.arithmetic_engines import (
+    CONTEXT,
+    GREEDY,
+    MAX_GAMMA,
+    VOCABULARY,
+    ArithmeticDraft,
+    ArithmeticTarget,
+    make_round,
+    support_of,
+)
+
+LIMITS = ArithmeticTarget().info()
+COUPLED = DrawRule.COUPLED
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equality that looks into dataclasses, tuples and arrays."""
+    if is_dataclass(left):
+        return type(left) is type(right) and all(
+            same(getattr(left, field.name), getattr(right, field.name)) for field in fields(left)
+        )
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and bool(np.array_equal(left, right))
+    return bool(left == right)
+
+
+def verify_request(
+    num_draft_tokens: int = 4, *, num_logprobs: int | None = None, **round_options: Any
+) -> VerifyRequest:
+    round_ = make_round(**round_options)
+    drafts = np.arange(10, 10 + num_draft_tokens, dtype=np.uint32)
+    with_laws = round_.draw_rule is DrawRule.LAW and not round_.law.is_greedy
+    supports = tuple(support_of(int(token), 3 + index).token_ids for index, token in enumerate(drafts))
+    return VerifyRequest(round_, drafts, supports if with_laws else (), num_logprobs)
+
+
+def test_every_field_of_a_propose_request_survives_the_wire() -> None:
+    law = LawParams(
+        temperature=0.5,
+        top_p=0.75,
+        top_k=40,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={3: -100.0, 999: 2.5},
+        min_new_tokens=7,
+        end_token_ids=(2, 9),
+    )
+    request = ProposeRequest(make_round(law=law, start=32, draw_rule=COUPLED), gamma=5)
+    message = codec.encode_propose_request(request, 17)
+    assert message.call_id == 17
+    assert same(codec.decode_propose_request(message, LIMITS), request)
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0, 3])
+@pytest.mark.parametrize("round_options", [{}, {"law": GREEDY}, {"draw_rule": COUPLED}])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 5])
+async def test_verify_requests_and_their_answers_survive_the_wire(
+    num_draft_tokens: int, round_options: dict[str, Any], num_logprobs: int | None
+) -> None:
+    request = verify_request(num_draft_tokens, num_logprobs=num_logprobs, **round_options)
+    assert same(codec.decode_verify_request(codec.encode_verify_request(request, 1), LIMITS), request)
+    verification = await ArithmeticTarget().verify(request)
+    message = target_pb2.Verification.FromString(codec.encode_verification(verification, 9).SerializeToString())
+    assert message.call_id == 9
+    assert same(codec.decode_verification(message, request), verification)
+
+
+@pytest.mark.parametrize("round_options", [{}, {"law": GREEDY}, {"draw_rule": COUPLED}])
+async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None:
+    request = ProposeRequest(make_round(**round_options), gamma=4)
+    proposal = await ArithmeticDraft().propose(request)
+    message = draft_pb2.Proposal.FromString(codec.encode_proposal(proposal, 2).SerializeToString())
+    assert same(codec.decode_proposal(message, request), proposal)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sets(st.integers(0, 2**32 - 1), min_size=1, max_size=80), max_size=9))
+def test_any_supports_survive_the_wire(supports: list[set[int]]) -> None:
+    ids = [np.array(sorted(support), dtype=np.uint32) for support in supports]
+    message = encode_supports(ids) if ids else draft_pb2.Supports()
+    decoded = decode_supports(message, len(ids))
+    assert all(map(np.array_equal, decoded, ids))
+
+
+def test_a_round_of_gamma_4_with_full_supports_stays_within_4_kilobytes() -> None:
+    generator = np.random.default_rng(1)
+    supports = [np.sort(generator.choice(151_936, 64, replace=False)).astype(np.uint32) for _ in range(4)]
+    ids = encode_supports(supports).ByteSize()
+    weights = 4 * 64 * 2
+    laws = 4 * 65 * 4
+    assert 2 * ids + weights + laws < 3500
+
+
+def broken_requests() -> list[tuple[str, str, VerifyRequest | Any]]:
+    good = codec.encode_verify_request(verify_request(), 1)
+
+    def broken(**changes: Any) -> target_pb2.VerifyRequest:
+        message = target_pb2.VerifyRequest.FromString(good.SerializeToString())
+        for path, value in changes.items():
+            part: Any = message
+            *parents, name = path.split("__")
+            for parent in parents:
+                part = getattr(part, parent)
+            if isinstance(value, list):
+                del getattr(part, name)[:]
+                getattr(part, name).extend(value)
+            else:
+                setattr(part, name, value)
+        return message
+
+    nan = float("nan")
+    bias = broken()
+    bias.round.law.logit_bias[VOCABULARY] = 1.0
+    return [
+        ("round.session_id", "bytes", broken(round__session_id="")),
+        ("round.session_id", "256", broken(round__session_id="x" * 300)),
+        ("round.prefix_hash", "16", broken(round__prefix_hash=b"123")),
+        ("round.token_ids", "one token", broken(round__token_ids=[])),
+        ("round.token_ids", str(VOCABULARY), broken(round__token_ids=[1, VOCABULARY])),
+        ("round.token_ids", str(CONTEXT), broken(round__start=CONTEXT, round__output_start=0)),
+        ("round.output_start", "beyond", broken(round__output_start=4000)),
+        ("round.draw_rule", "LAW", broken(round__draw_rule=0)),
+        ("round.law.temperature", "0", broken(round__law__temperature=nan)),
+        ("round.law.temperature", "0", broken(round__law__temperature=-1.0)),
+        ("round.law.top_p", "(0, 1]", broken(round__law__top_p=1.5)),
+        ("round.law.min_p", "[0, 1)", broken(round__law__min_p=1.0)),
+        ("round.law.repetition_penalty", "above 0", broken(round__law__repetition_penalty=-1.0)),
+        ("round.law.presence_penalty", "finite", broken(round__law__presence_penalty=float("inf"))),
+        ("round.law.logit_bias", str(VOCABULARY), bias),
+        ("draft_token_ids", str(MAX_GAMMA), broken(draft_token_ids=list(range(MAX_GAMMA + 1)))),
+        ("draft_token_ids", str(VOCABULARY), broken(draft_token_ids=[1, 2, 3, VOCABULARY])),
+        ("supports", "expected", broken(draft_token_ids=[1])),
+        ("supports", "add up", broken(supports__sizes=[3, 4, 5, 7])),
+        ("supports", "add up", broken(supports__sizes=[0, 7, 5, 6])),
+        ("supports", "ascending", broken(supports__id_deltas=[0] * 18)),
+        ("supports", str(VOCABULARY), broken(supports__id_deltas=[900] * 18)),
+        ("supports", "32 bits", broken(supports__id_deltas=[2**32 - 1] * 18)),
+        ("num_logprobs", "at most", broken(num_logprobs=100_000)),
+    ]
+
+
+@pytest.mark.parametrize(("field", "words", "message"), broken_requests())
+def test_a_malformed_request_is_refused_naming_field_and_limit(field: str, words: str, message: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        codec.decode_verify_request(message, LIMITS)
+    assert caught.value.field == field
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("gamma", [0, MAX_GAMMA + 1])
+def test_a_gamma_outside_the_limits_is_refused(gamma: int) -> None:
+    message = codec.encode_propose_request(ProposeRequest(make_round(), gamma), 1)
+    with pytest.raises(InvalidRequest, match=f"gamma: must be 1 to {MAX_GAMMA}"):
+        codec.decode_propose_request(message, LIMITS)
+
+
+def test_a_session_beyond_the_context_says_so() -> None:
+    message = codec.encode_verify_request(verify_request(4, num_tokens=CONTEXT - 3), 1)
+    with pytest.raises(InvalidRequest) as caught:
+        codec.decode_verify_request(message, LIMITS)
+    assert caught.value.reason == "CONTEXT_TOO_LONG"
+
+
+async def test_a_malformed_proposal_is_the_replicas_fault() -> None:
+    request = ProposeRequest(make_round(), gamma=3)
+    good = codec.encode_proposal(await ArithmeticDraft().propose(request), 1)
+
+    def broken(**changes: Any) -> draft_pb2.Proposal:
+        message = draft_pb2.Proposal.FromString(good.SerializeToString())
+        for name, value in changes.items():
+            if isinstance(value, list):
+                del getattr(message, name)[:]
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
+        return message
+
+    for message, words in [
+        (broken(draft_token_ids=[1, 2, 3, 4]), "gamma"),
+        (broken(draft_token_ids=[3, 4]), "supports"),
+        (broken(draft_token_ids=[3, 4, 6]), "not in its own support"),
+        (broken(weights=b"123"), "weights has 3 bytes"),
+        (broken(weights=bytes(24)), "weight 0"),
+        (broken(lost_mass=[0.5]), "lost_mass"),
+    ]:
+        with pytest.raises(Internal, match=words):
+            codec.decode_proposal(message, request)
+
+
+async def test_a_malformed_verification_is_the_replicas_fault() -> None:
+    request = verify_request(3, num_logprobs=2)
+    verification = await ArithmeticTarget().verify(request)
+    short = replace(verification, rows=verification.rows[1:])
+    no_logits = replace(verification, logit_rows=())
+    heavy = replace(verification.rows[0], weights=verification.rows[0].weights + np.uint32(1))
+    for answer, words in [
+        (short, "weights has"),
+        (no_logits, "no logits"),
+        (replace(verification, rows=(heavy, *verification.rows[1:])), "sum to"),
+    ]:
+        with pytest.raises(Internal, match=words):
+            codec.decode_verification(codec.encode_verification(answer, 1), request)
+    extra_tail = codec.encode_verification(verification, 1)
+    extra_tail.tail_token_ids.append(5)
+    with pytest.raises(Internal, match="tail tokens"):
+        codec.decode_verification(extra_tail, request)
+    greedy = verify_request(3, law=GREEDY)
+    with pytest.raises(Internal, match="0 choices for 4 positions"):
+        codec.decode_verification(codec.encode_verification(verification, 1), greedy)
+
+
+def test_engine_info_survives_the_wire() -> None:
+    assert codec.decode_engine_info(codec.encode_engine_info(LIMITS)) == LIMITS

@@ -1,0 +1,294 @@
+"""Links and servicers over real gRPC on loopback: many sessions at once, errors, breaks, drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import numpy as np
+import pytest
+
+from draft_service.servicer import DraftServicer
+from specdec import errors
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc import codec
+from specdec.rpc.client import DraftLink, TargetLink
+from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.types import DrawRule, ProposeRequest, VerifyRequest
+from specdec.v1 import draft_pb2, draft_pb2_grpc
+from target_service.servicer import TargetServicer
+from tests.arithmetic_engines import (
+    GREEDY,
+    MAX_GAMMA,
+    ArithmeticDraft,
+    ArithmeticTarget,
+    make_error,
+    make_round,
+    support_of,
+)
+
+
+class DraftReplica:
+    """A draft service around the arithmetic engine, on a real port."""
+
+    def __init__(self, port: int = 0, *, max_message_bytes: int = 4 << 20) -> None:
+        self.engine = ArithmeticDraft()
+        self.metrics = EngineMetrics("arithmetic", role="draft")
+        self.servicer = DraftServicer(self.engine, self.metrics)
+        self.server = ServiceServer(
+            f"127.0.0.1:{port}", service_names=(DRAFT_SERVICE,), max_message_bytes=max_message_bytes
+        )
+        self.servicer.add_to(self.server.grpc_server)
+
+    async def __aenter__(self) -> DraftReplica:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(0)
+
+
+@asynccontextmanager
+async def draft_link(replica: DraftReplica) -> AsyncIterator[DraftLink]:
+    link = DraftLink(replica.server.address)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+def ask(session_id: str = "s", gamma: int = 3, *, num_tokens: int = 3) -> ProposeRequest:
+    return ProposeRequest(make_round(session_id, num_tokens=num_tokens), gamma)
+
+
+async def test_a_proposal_comes_back_with_the_bytes_it_cost() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        request = ask(gamma=4)
+        reply = await link.propose(request)
+        expected = await replica.engine.propose(request)
+        assert reply.value.draft_token_ids.tolist() == [3, 4, 5, 6]
+        assert reply.value.kv_len == expected.kv_len
+        sent = codec.encode_propose_request(request, 1).ByteSize()
+        received = codec.encode_proposal(expected, 1).ByteSize()
+        assert reply.wire_bytes == sent + received
+
+
+@pytest.mark.parametrize("rule", [DrawRule.LAW, DrawRule.COUPLED])
+async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) -> None:
+    engine = ArithmeticTarget()
+    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
+    TargetServicer(engine, EngineMetrics("arithmetic", role="target")).add_to(server.grpc_server)
+    await server.start()
+    link = TargetLink(server.address)
+    drafts = np.array([4, 5], dtype=np.uint32)
+    supports = (support_of(4, 3).token_ids, support_of(5, 4).token_ids) if rule is DrawRule.LAW else ()
+    reply = await link.verify(VerifyRequest(make_round(draw_rule=rule), drafts, supports, num_logprobs=1))
+    assert len(reply.value.rows) == (3 if rule is DrawRule.LAW else 0)
+    assert len(reply.value.choice_token_ids) == (0 if rule is DrawRule.LAW else 3)
+    assert [row.logsumexp for row in reply.value.logit_rows] == [10.0, 11.0, 12.0]
+    assert (await link.info()).role == "target"
+    await link.release(["a", "b"])
+    assert engine.released == ["a", "b"]
+    await link.close()
+    await server.stop(0)
+
+
+async def test_calls_of_one_loop_turn_share_a_frame_and_find_their_own_answers() -> None:
+    frames: list[int] = []
+
+    class Counting(draft_pb2_grpc.DraftServiceServicer):
+        async def Propose(self, request_iterator: AsyncIterator[draft_pb2.ProposeFrame], context: object) -> None:  # noqa: N802
+            async def counted() -> AsyncIterator[draft_pb2.ProposeFrame]:
+                async for frame in request_iterator:
+                    frames.append(len(frame.requests))
+                    yield frame
+
+            await replica.servicer.Propose(counted(), context)
+
+    replica = DraftReplica()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(Counting(), replica.server.grpc_server)
+    async with replica, draft_link(replica) as link:
+        requests = [ask(f"session {index}", 1 + index % MAX_GAMMA, num_tokens=1 + index) for index in range(64)]
+        replies = await asyncio.gather(*map(link.propose, requests))
+        assert frames == [64]
+        for index, reply in enumerate(replies):
+            first = index + 1
+            assert reply.value.draft_token_ids.tolist() == list(range(first, first + 1 + index % MAX_GAMMA))
+
+
+async def test_a_failed_item_fails_alone_and_keeps_its_error() -> None:
+    names = [error_type.__name__ for error_type in errors.SpecdecError.__subclasses__()]
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        calls = [link.propose(ask(f"raise:{name}")) for name in names]
+        good, *failed = await asyncio.gather(link.propose(ask()), *calls, return_exceptions=True)
+        assert not isinstance(good, BaseException)
+        for name, failure in zip(names, failed, strict=True):
+            expected = make_error(name)
+            assert (type(failure), str(failure)) == (type(expected), str(expected))
+            assert failure.reason == expected.reason  # type: ignore[union-attr]
+            assert getattr(failure, "have", None) == getattr(expected, "have", None)
+
+
+async def test_an_engine_fault_is_internal_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        with pytest.raises(errors.Internal, match=r"request id [0-9a-f]{32}") as caught:
+            await link.propose(ask("crash"))
+        request_id = str(caught.value).split()[-1]
+        record = next(record for record in caplog.records if getattr(record, "failed_request_id", "") == request_id)
+        assert record.exc_info is not None
+        assert record.exc_info[0] is ZeroDivisionError
+        assert "ZeroDivisionError" not in str(caught.value)
+
+
+async def test_a_malformed_item_is_refused_and_the_stream_goes_on() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        bad = link.propose(ask("bad", gamma=MAX_GAMMA + 1))
+        good = link.propose(ask("good"))
+        refused, answered = await asyncio.gather(bad, good, return_exceptions=True)
+        assert isinstance(refused, errors.InvalidRequest)
+        assert not isinstance(answered, BaseException)
+        assert replica.engine.seen == ["good"]
+
+
+async def test_a_slow_session_does_not_hold_up_the_others() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        slow = asyncio.create_task(link.propose(ask("hold")))
+        await replica.engine.asked["hold"].wait()
+        assert (await link.propose(ask())).value.kv_len == 5
+        assert not slow.done()
+        replica.engine.release_held.set()
+        await slow
+
+
+async def test_cancelling_one_call_disturbs_no_other() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        given_up = asyncio.create_task(link.propose(ask("hold 1")))
+        kept = asyncio.create_task(link.propose(ask("hold 2")))
+        await replica.engine.asked["hold 2"].wait()
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        replica.engine.release_held.set()
+        assert (await kept).value.draft_token_ids.tolist() == [3, 4, 5]
+        assert (await link.propose(ask())).value.kv_len == 5  # the late reply to the first was dropped
+
+
+async def test_a_call_cancelled_before_it_was_sent_never_leaves() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        await link.propose(ask("first"))
+        given_up = asyncio.create_task(link.propose(ask("given up")))
+        kept = asyncio.create_task(link.propose(ask("kept")))
+        given_up.cancel()
+        await asyncio.wait([given_up, kept])
+        assert replica.engine.seen == ["first", "kept"]
+
+
+async def test_nobody_listening_is_unavailable_and_names_the_address() -> None:
+    async with DraftReplica() as replica:
+        address = replica.server.address
+    link = DraftLink(address)
+    with pytest.raises(errors.Unavailable, match=address) as caught:
+        await link.propose(ask())
+    assert caught.value.reason == "REPLICA_UNAVAILABLE"
+    with pytest.raises(errors.Unavailable, match=address):
+        await link.info()
+    await link.close()
+
+
+async def test_a_dying_replica_fails_every_pending_call_and_a_restarted_one_is_dialled_again() -> None:
+    async with DraftReplica() as replica:
+        port = replica.server.port
+        link = DraftLink(replica.server.address)
+        pending = [asyncio.create_task(link.propose(ask(f"hold {index}"))) for index in range(5)]
+        await replica.engine.asked["hold 4"].wait()
+    for call in pending:
+        with pytest.raises(errors.Unavailable, match=link.address):
+            await call
+    assert sorted(replica.engine.given_up) == [f"hold {index}" for index in range(5)]
+    async with DraftReplica(port):
+        assert (await link.propose(ask())).value.kv_len == 5
+        await link.close()
+
+
+async def test_a_closed_link_fails_its_calls_and_the_replica_drops_them() -> None:
+    async with DraftReplica() as replica:
+        link = DraftLink(replica.server.address)
+        pending = asyncio.create_task(link.propose(ask("hold")))
+        await replica.engine.asked["hold"].wait()
+        await link.close()
+        with pytest.raises(errors.Unavailable, match="closed"):
+            await pending
+        with pytest.raises(errors.Unavailable, match="closed"):
+            await link.propose(ask())
+        await replica.engine.given_up["hold"].wait()
+        await link.close()
+
+
+async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_stream() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        in_flight = asyncio.create_task(link.propose(ask("hold")))
+        await replica.engine.asked["hold"].wait()
+        replica.servicer.drain()
+        with pytest.raises(errors.Unavailable) as refused:
+            await link.propose(ask("late"))
+        assert refused.value.reason == "DRAINING"
+        stopping = asyncio.create_task(replica.server.stop(60))
+        replica.engine.release_held.set()
+        assert (await in_flight).value.kv_len == 5
+        await stopping  # well before its grace: the stream ended by itself
+        assert replica.engine.seen == ["hold"]
+
+
+async def test_an_item_over_the_limit_is_refused_before_it_is_sent() -> None:
+    async with DraftReplica(max_message_bytes=4 << 20) as replica, draft_link(replica) as link:
+        held = asyncio.create_task(link.propose(ask("hold")))
+        await replica.engine.asked["hold"].wait()
+        with pytest.raises(errors.InvalidRequest, match="the limit is"):
+            await link.propose(ask(num_tokens=2_200_000))
+        replica.engine.release_held.set()
+        await held
+
+
+async def test_a_100_megabyte_message_is_refused_clearly_and_leaves_nothing() -> None:
+    async with DraftReplica() as replica:
+        options = (("grpc.max_send_message_length", -1),)
+        async with grpc.aio.insecure_channel(replica.server.address, options=options) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            frame = draft_pb2.ProposeFrame()
+            frame.requests.add().round.prefix_hash = bytes(100 << 20)
+            call = stub.Propose()
+            await call.write(frame)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "larger than max" in caught.value.details()
+        assert replica.engine.seen == []
+
+
+async def test_large_requests_of_one_turn_are_spread_over_frames() -> None:
+    """Forty requests of 200 KB are 8 MB: one frame of them would be refused, and would take them all down."""
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        replies = await asyncio.gather(*(link.propose(ask(f"big {index}", num_tokens=110_000)) for index in range(40)))
+        assert [reply.value.kv_len for reply in replies] == [110_002] * 40
+
+
+async def test_greedy_rounds_carry_token_ids_alone() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        law = await link.propose(ProposeRequest(make_round(), 8))
+        greedy = await link.propose(ProposeRequest(make_round(law=GREEDY), 8))
+        assert greedy.value.supports == ()
+        assert greedy.wire_bytes < 150 < law.wire_bytes
+
+
+async def test_calls_are_counted_by_outcome() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        await link.propose(ask())
+        with pytest.raises(errors.KvMiss):
+            await link.propose(ask("raise:KvMiss"))
+        value = replica.metrics.registry.get_sample_value
+        labels = {"model_name": "arithmetic", "role": "draft"}
+        assert value("specdec:draft_tokens_total", labels) == 3
+        assert value("specdec:call_failures_total", {**labels, "reason": "KV_MISS"}) == 1
+        assert value("specdec:num_requests_running", labels) == 0

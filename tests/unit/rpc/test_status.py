@@ -1,0 +1,82 @@
+"""Every error of the tree crosses gRPC unchanged, and foreign statuses find their place in it."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from specdec import errors
+from specdec.errors import SpecdecError
+from specdec.rpc import status
+
+TREE = sorted(SpecdecError.__subclasses__(), key=lambda error_type: error_type.__name__)
+
+
+def instances() -> list[SpecdecError]:
+    plain = [error_type("one sentence") for error_type in TREE if error_type is not errors.KvMiss]
+    return [
+        *plain,
+        errors.KvMiss("send more", have=48),
+        errors.InvalidRequest("top_p is 3", field="sampling.top_p"),
+        errors.InvalidRequest("too long", reason="CONTEXT_TOO_LONG"),
+        errors.InvalidRequest("no template", reason="NO_CHAT_TEMPLATE"),
+        errors.NotFound("no pool", reason="POOL_NOT_FOUND"),
+        errors.ResourceExhausted("full", reason="KV_EXHAUSTED", retry_after_s=2.25),
+        errors.ResourceExhausted("enough", reason="QUOTA_EXCEEDED"),
+        errors.Unavailable("redis is gone", reason="STORE_UNAVAILABLE"),
+        errors.Unavailable("going", reason="DRAINING"),
+    ]
+
+
+def identity(error: SpecdecError) -> tuple[object, ...]:
+    have = error.have if isinstance(error, errors.KvMiss) else None
+    return type(error), error.code, error.reason, error.message, error.field, error.retry_after_s, have
+
+
+@pytest.mark.parametrize("error", instances(), ids=lambda error: f"{type(error).__name__}-{error.reason}")
+def test_an_error_survives_a_status_with_all_it_says(error: SpecdecError) -> None:
+    wire = status.to_status(error, request_id="r1").SerializeToString()
+    assert identity(status.from_status(status_pb2.Status.FromString(wire))) == identity(error)
+
+
+@pytest.mark.parametrize("error", instances(), ids=lambda error: f"{type(error).__name__}-{error.reason}")
+def test_an_error_survives_an_item_status(error: SpecdecError) -> None:
+    back = status.from_item_status(status.to_item_status(error))
+    assert (type(back), back.reason, back.message) == (type(error), error.reason, error.message)
+
+
+def test_a_status_carries_the_standard_details() -> None:
+    carried = status.to_status(errors.InvalidRequest("top_p is 3", field="sampling.top_p"), request_id="r1")
+    error_info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert carried.details[0].Unpack(error_info)
+    assert carried.details[1].Unpack(bad_request)
+    assert (error_info.reason, error_info.domain) == ("INVALID_REQUEST", "specdec")
+    assert error_info.metadata["request_id"] == "r1"
+    assert bad_request.field_violations[0].field == "sampling.top_p"
+    retry = error_details_pb2.RetryInfo()
+    assert status.to_status(errors.Unavailable("later", retry_after_s=1.5)).details[1].Unpack(retry)
+    assert retry.retry_delay.ToTimedelta().total_seconds() == 1.5
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, errors.Unavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.Unavailable),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.Unsupported),
+        (grpc.StatusCode.PERMISSION_DENIED, errors.Forbidden),
+        (grpc.StatusCode.UNKNOWN, errors.Internal),
+    ],
+)
+def test_a_status_without_details_is_mapped_by_its_code(code: grpc.StatusCode, expected: type[SpecdecError]) -> None:
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="words")
+    mapped = status.from_rpc_error(error, peer="10.0.0.1:5")
+    assert type(mapped) is expected
+    assert mapped.message == "10.0.0.1:5: words"
+
+
+def test_an_error_info_of_another_domain_is_not_taken_for_ours() -> None:
+    foreign = status_pb2.Status(code=code_pb2.NOT_FOUND, message="elsewhere")
+    foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="SESSION_BUSY", domain="example.com"))
+    assert type(status.from_status(foreign)) is errors.NotFound
