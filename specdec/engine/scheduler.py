@@ -75,9 +75,9 @@ class Scheduler:
                 break
             chunks.append(Chunk(index, num_tokens, job.num_logit_rows if num_tokens == job.num_pending else 0))
             budget -= num_tokens
+        self.num_steps += 1
         for chunk in chunks:
             indexed[chunk.job_index][1].last_step = self.num_steps
-        self.num_steps += 1
         return chunks
 
 
