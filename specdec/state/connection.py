@@ -48,7 +48,7 @@ class RedisConnection:
             InvalidRequest: the URL has another form.
         """
         self._place = _describe(url)
-        self._client: Redis = _open_client(url)
+        self._client: Any = _open_client(url)
         self._scripts: dict[str, Any] = {}
 
     async def run_script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int] = ()) -> Any:
@@ -81,7 +81,7 @@ class RedisConnection:
         return Unavailable(f"the store at {self._place} cannot serve: {reason}", reason="STORE_UNAVAILABLE")
 
 
-def _open_client(url: str) -> Redis:
+def _open_client(url: str) -> Any:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         raise InvalidRequest(f"store URL {_describe(url)!r} must begin with redis://, rediss://, unix:// or memory://")
@@ -104,12 +104,11 @@ def _open_client(url: str) -> Redis:
     return Redis.from_pool(pool)
 
 
-def _open_in_memory(name: str) -> Redis:
+def _open_in_memory(name: str) -> Any:
     # Only this store and the tests need the fake; a service on a real Redis never loads it.
     from fakeredis import FakeAsyncRedis
 
-    client: Redis = FakeAsyncRedis(server=_memory_server(name), protocol=2)
-    return client
+    return FakeAsyncRedis(server=_memory_server(name), protocol=2)
 
 
 @cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -41,8 +40,7 @@ class LeaseKeeper:
     ) -> None:
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
         try:
             await self._store.release(self.lease)
         except Unavailable as unavailable:

@@ -45,7 +45,7 @@ class RedisSessionStore:
 
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
         """See `SessionStore.acquire`. The same owner may acquire again, which raises the epoch again."""
-        args = [owner, _milliseconds(ttl_s), self._session_ttl_ms, int(create)]
+        args: list[str | bytes | int] = [owner, _milliseconds(ttl_s), self._session_ttl_ms, int(create)]
         answer = await self._run("acquire", session_id, args)
         if answer[0] == b"BUSY":
             raise SessionBusy(f"session {session_id!r} is running another request", field="session_id")

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, fields
 from types import TracebackType
 from typing import Self
@@ -36,7 +35,7 @@ class RedisReplicaRegistry:
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine
-        args = [engine.replica_id, _encode_record(record), max(1, round(ttl_s * 1000))]
+        args: list[str | bytes | int] = [engine.replica_id, _encode_record(record), max(1, round(ttl_s * 1000))]
         await self._connection.run_script("publish", replica_keys(engine.role), args)
 
     async def remove(self, replica_id: str) -> None:
@@ -109,12 +108,11 @@ class Heartbeat:
         await self._registry.publish(ReplicaRecord(self._address, self._describe()), ttl_s=self._ttl_s)
 
     async def close(self) -> None:
-        """Stops beating and takes the replica out of the registry. Idempotent; an unreachable registry forgets by TTL."""
+        """Stops beating and leaves the registry, which forgets by TTL if it cannot be reached. Idempotent."""
         if self._task is None:
             return
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
         self._task = None
         try:
             await self._registry.remove(self._describe().replica_id)
