@@ -1,24 +1,39 @@
-"""The session store on Redis 7 or the embedded `fakeredis`: `SessionStore` with one Lua script per atomic step.
+"""The session store and the replica registry on Redis 7 or the embedded `fakeredis`, one Lua script per atomic step.
 
-Not here: the contract and its meaning (`store`), key names (`keys`), retries and failures (`connection`). Called by the
-coordinator.
+Not here: the contracts and their meaning (`store`), key names (`keys`), retries and failures (`connection`), when a
+replica publishes itself (`registry`). Called by the coordinator and, for the registry, by every service.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+from dataclasses import asdict, fields
 from typing import Any
 
 from specdec.errors import LeaseLost, NotFound, SessionBusy, SessionLost
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import TOKEN_BYTES, check_tenant, pack_tokens, session_keys, unpack_tokens
-from specdec.state.store import Commit, Lease, RequestRecord, SessionRecord, SessionStore
-from specdec.types import FinishReason, TokenIds
+from specdec.state.keys import TOKEN_BYTES, check_tenant, pack_tokens, replica_keys, session_keys, unpack_tokens
+from specdec.state.store import (
+    Commit,
+    Lease,
+    ReplicaRecord,
+    ReplicaRegistry,
+    RequestRecord,
+    SessionRecord,
+    SessionStore,
+)
+from specdec.types import EngineInfo, FinishReason, TokenIds
 
 DEFAULT_TENANT = "default"
 DEFAULT_SESSION_TTL_S = 3600.0
 
+ROLES = ("draft", "target")
+
 #: `finish_reason` of a request that runs.
 _RUNNING = 0
+
+_log = logging.getLogger(__name__)
 
 
 class RedisSessionStore:
@@ -139,6 +154,41 @@ def open_store(url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float =
     return RedisSessionStore(url, tenant=tenant, session_ttl_s=session_ttl_s)
 
 
+class RedisReplicaRegistry:
+    """`ReplicaRegistry` on Redis. Expiry is by the server's clock; reading cleans up what has expired."""
+
+    def __init__(self, url: str) -> None:
+        """Connects lazily. Raises InvalidRequest when the URL is not redis://, rediss://, unix:// or memory://."""
+        self._connection = RedisConnection(url)
+
+    async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
+        engine = record.engine
+        args: list[str | bytes | int] = [engine.replica_id, _encode_record(record), max(1, round(ttl_s * 1000))]
+        await self._connection.run_script("publish", replica_keys(engine.role), args)
+
+    async def remove(self, replica_id: str) -> None:
+        for role in ROLES:
+            await self._connection.run_script("remove", replica_keys(role), [replica_id])
+
+    async def replicas(self, role: str) -> list[ReplicaRecord]:
+        """See `ReplicaRegistry.replicas`. A record that this version cannot read is left out and logged."""
+        records = []
+        for text in await self._connection.run_script("replicas", replica_keys(role)):
+            try:
+                records.append(_decode_record(text))
+            except (KeyError, TypeError, ValueError) as error:
+                _log.warning("left out an unreadable %s replica: %s", role, error)
+        return records
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+def open_registry(url: str) -> ReplicaRegistry:
+    """Opens the registry behind a URL; connects lazily. Raises InvalidRequest when the URL has another form."""
+    return RedisReplicaRegistry(url)
+
+
 def _request_fields(request: RequestRecord) -> list[str | bytes | int]:
     return [
         *("request_id", request.request_id),
@@ -181,3 +231,16 @@ def _check_log(answer: Any, lease: Lease, expected: int) -> None:
 def _milliseconds(seconds: float) -> int:
     # Redis refuses an expiry of 0.
     return max(1, round(seconds * 1000))
+
+
+def _encode_record(record: ReplicaRecord) -> str:
+    return json.dumps({"address": record.address, "engine": asdict(record.engine)}, separators=(",", ":"))
+
+
+def _decode_record(text: bytes) -> ReplicaRecord:
+    """Reads a record of this or a newer version: fields it does not know are left out."""
+    record = json.loads(text)
+    known = {field.name for field in fields(EngineInfo)}
+    engine = {name: value for name, value in record["engine"].items() if name in known}
+    engine["eos_token_ids"] = tuple(engine["eos_token_ids"])
+    return ReplicaRecord(str(record["address"]), EngineInfo(**engine))

@@ -1,64 +1,24 @@
-"""Who serves: the replica registry on Redis, and the heartbeat by which a replica stays in it.
+"""The heartbeat by which a replica stays in the registry.
 
-Not here: choosing a replica (the coordinator's pools). Called by draft and target services (`Heartbeat`) and by the
-coordinator (`replicas`).
+Not here: the registry (`redis_store`), choosing a replica (the coordinator's pools). Called by draft and target
+services.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from types import TracebackType
 from typing import Self
 
 from specdec.errors import Unavailable
-from specdec.state.connection import RedisConnection
-from specdec.state.keys import replica_keys
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 from specdec.types import EngineInfo
 
-ROLES = ("draft", "target")
 DEFAULT_HEARTBEAT_TTL_S = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-class RedisReplicaRegistry:
-    """`ReplicaRegistry` on Redis. Expiry is by the server's clock; reading cleans up what has expired."""
-
-    def __init__(self, url: str) -> None:
-        """Connects lazily. Raises InvalidRequest when the URL is not redis://, rediss://, unix:// or memory://."""
-        self._connection = RedisConnection(url)
-
-    async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
-        engine = record.engine
-        args: list[str | bytes | int] = [engine.replica_id, _encode_record(record), max(1, round(ttl_s * 1000))]
-        await self._connection.run_script("publish", replica_keys(engine.role), args)
-
-    async def remove(self, replica_id: str) -> None:
-        for role in ROLES:
-            await self._connection.run_script("remove", replica_keys(role), [replica_id])
-
-    async def replicas(self, role: str) -> list[ReplicaRecord]:
-        """See `ReplicaRegistry.replicas`. A record that this version cannot read is left out and logged."""
-        records = []
-        for text in await self._connection.run_script("replicas", replica_keys(role)):
-            try:
-                records.append(_decode_record(text))
-            except (KeyError, TypeError, ValueError) as error:
-                _log.warning("left out an unreadable %s replica: %s", role, error)
-        return records
-
-    async def close(self) -> None:
-        await self._connection.close()
-
-
-def open_registry(url: str) -> ReplicaRegistry:
-    """Opens the registry behind a URL; connects lazily. Raises InvalidRequest when the URL has another form."""
-    return RedisReplicaRegistry(url)
 
 
 class Heartbeat:
@@ -126,16 +86,3 @@ class Heartbeat:
                 await self.beat()
             except Unavailable as error:
                 _log.warning("missed a heartbeat: %s", error)
-
-
-def _encode_record(record: ReplicaRecord) -> str:
-    return json.dumps({"address": record.address, "engine": asdict(record.engine)}, separators=(",", ":"))
-
-
-def _decode_record(text: bytes) -> ReplicaRecord:
-    """Reads a record of this or a newer version: fields it does not know are left out."""
-    record = json.loads(text)
-    known = {field.name for field in fields(EngineInfo)}
-    engine = {name: value for name, value in record["engine"].items() if name in known}
-    engine["eos_token_ids"] = tuple(engine["eos_token_ids"])
-    return ReplicaRecord(str(record["address"]), EngineInfo(**engine))
