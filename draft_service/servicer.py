@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from specdec.engine.base import DraftEngine
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
+from specdec.types import EngineInfo
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 
@@ -36,6 +38,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Registers the service on a server that has not started."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
 
+    def info(self) -> EngineInfo:
+        """What the replica is now; draining from `drain` on."""
+        engine_info = self._engine.info()
+        return replace(engine_info, draining=engine_info.draining or self._frames.draining)
+
     def drain(self) -> None:
         """Refuses new calls with DRAINING; streams end once what is in flight is answered."""
         self._frames.drain()
@@ -48,7 +55,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return common_pb2.ReleaseResponse()
 
     async def GetEngineInfo(self, request: common_pb2.GetEngineInfoRequest, context: Any) -> common_pb2.EngineInfo:  # noqa: N802
-        return codec.encode_engine_info(self._engine.info())
+        return codec.encode_engine_info(self.info())
 
     async def _answer(self, item: draft_pb2.ProposeRequest) -> draft_pb2.Proposal:
         arrived_s = time.monotonic()

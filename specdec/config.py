@@ -188,8 +188,8 @@ class ReplicaSettings(ServiceSettings):
     max_step_tokens: int = Field(default=2048, ge=1)
     """Most tokens that one forward pass runs, all sessions together."""
 
-    heartbeat_s: float = Field(default=1.0, gt=0.0)
-    """Seconds between two entries in the replica registry; an entry lives three times as long."""
+    registry_ttl_s: float = Field(default=10.0, gt=0.0)
+    """How long the replica registry remembers this process after its last heartbeat; it beats three times as often."""
 
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
@@ -208,8 +208,8 @@ def parse_settings(settings_type: type[SettingsT], *, prog: str, argv: Sequence[
         return settings_type(**{**file_values, **environment, **flags})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        flag = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
-        _refuse(f"{flag}: {first['msg'].removeprefix('Value error, ')}")
+        flag = f"--{first['loc'][0]}: ".replace("_", "-") if first["loc"] else ""
+        _refuse(flag + first["msg"].removeprefix("Value error, "))
     except (SettingsError, ValueError) as error:
         _refuse(str(error).removeprefix("error parsing CLI: "))
 
@@ -233,6 +233,7 @@ def _flags(settings_type: type[ServiceSettings], prog: str, argv: Sequence[str])
         cli_implicit_flags=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
+        cli_parse_none_str="none",
     )
     return source()
 
@@ -249,7 +250,7 @@ def _environment(settings_type: type[ServiceSettings]) -> dict[str, Any]:
     for name in os.environ:
         if name.upper().startswith(prefix) and name.upper()[len(prefix) :].lower() not in settings_type.model_fields:
             raise ValueError(f"environment variable {name} is not a setting; see --help")
-    return EnvSettingsSource(settings_type)()
+    return EnvSettingsSource(settings_type, env_parse_none_str="none")()
 
 
 def _prefix(settings_type: type[ServiceSettings]) -> str:

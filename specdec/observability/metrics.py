@@ -193,6 +193,21 @@ class EngineMetrics:
         return metric.labels(**self._labels)
 
 
+class MeteredWorker:
+    """A worker (`specdec.engine.base.Worker`) whose steps are counted."""
+
+    def __init__(self, worker: Any, metrics: EngineMetrics) -> None:
+        self._worker = worker
+        self._metrics = metrics
+        self.shape = worker.shape
+
+    def execute(self, plan: Any) -> Any:
+        """Counts the step, then runs it."""
+        num_tokens = sum(len(piece.token_ids) for piece in plan.slices)
+        self._metrics.observe_step(num_sequences=len(plan.slices), num_tokens=num_tokens)
+        return self._worker.execute(plan)
+
+
 class _LoadCollector(Collector):
     """Gauges that are read when scraped, so that nobody has to keep them up to date."""
 

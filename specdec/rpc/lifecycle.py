@@ -1,0 +1,150 @@
+"""The life of a replica process: warm up, say SERVING, register, and on request drain and leave in order.
+
+Draft and target services differ in their engine and servicer alone; this is everything around those. Not here: building
+the parts, the environment, signals (a service's `__main__`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import grpc
+
+from specdec.config import ServiceSettings, advertised_address, split_address
+from specdec.errors import SpecdecError, Unavailable
+from specdec.observability.metrics import EngineMetrics, start_metrics_server
+from specdec.rpc.server import ServiceServer, require_free
+from specdec.types import EngineInfo
+
+_log = logging.getLogger(__name__)
+
+
+class Servicer(Protocol):
+    """A gRPC face in front of an engine."""
+
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+
+    def info(self) -> EngineInfo:
+        """What the replica is, `draining` included."""
+        ...
+
+    def drain(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What a replica warms up and closes."""
+
+    async def warm_up(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Registration(Protocol):
+    """The replica's entry in the registry (`specdec.state.registry.Heartbeat`)."""
+
+    async def start(self) -> None: ...
+
+    async def beat(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Register(Protocol):
+    """Makes the registration of an address, not yet started."""
+
+    def __call__(self, *, address: str) -> Registration: ...
+
+
+def require_addresses(settings: ServiceSettings) -> None:
+    """Finds out before anything expensive whether every address of the settings can be listened on.
+
+    Raises:
+        Unavailable: one cannot.
+    """
+    for address in (settings.listen, settings.health, settings.metrics):
+        if address:
+            require_free(address)
+
+
+async def run_replica(
+    settings: ServiceSettings,
+    *,
+    service_name: str,
+    engine: Engine,
+    servicer: Servicer,
+    metrics: EngineMetrics,
+    register: Register | None,
+    stop: asyncio.Event,
+) -> None:
+    """Serves until `stop` is set, then finishes what is in flight within `settings.drain_grace_s`.
+
+    Args:
+        settings: the process's settings.
+        service_name: full protobuf name of the service.
+        engine: closed on return, however that comes about.
+        servicer: the service in front of `engine`.
+        metrics: served over HTTP where the settings ask for it.
+        register: None for a replica that nobody looks up.
+        stop: set by a signal handler.
+
+    Raises:
+        Unavailable: the address is taken, or the registry cannot be reached.
+    """
+    server = ServiceServer(
+        settings.listen,
+        service_names=(service_name,),
+        health_address=settings.health,
+        max_message_bytes=settings.max_message_bytes,
+    )
+    servicer.add_to(server.grpc_server)
+    async with AsyncExitStack() as ending:
+        ending.push_async_callback(engine.close)
+        metrics.watch_load(servicer.info)
+        if settings.metrics:
+            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+        await server.start()
+        ending.push_async_callback(server.stop, 0.0)
+        await engine.warm_up()
+        address = advertised_address(settings.advertise, settings.listen, server.port)
+        await server.set_serving()
+        registration = register(address=address) if register is not None else None
+        if registration is not None:
+            await registration.start()
+            ending.push_async_callback(registration.close)
+        _log.info("listening", extra={"address": server.address, "advertised": address})
+        await stop.wait()
+        _log.info("draining", extra={"grace_s": settings.drain_grace_s})
+        await server.set_not_serving()
+        servicer.drain()
+        await _announce(registration)
+        await server.stop(settings.drain_grace_s)
+    _log.info("stopped")
+
+
+async def _announce(registration: Registration | None) -> None:
+    """Tells coordinators to stop choosing this replica, now rather than at the next heartbeat."""
+    if registration is not None:
+        try:
+            await registration.beat()
+        except Unavailable as error:
+            _log.warning("could not announce the drain: %s", error)
+
+
+def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
+    """Runs a service's coroutine in a new event loop; returns the process's exit code.
+
+    An error of the tree is one line on stderr and code 1; an interrupt before the service handles signals is 130.
+    """
+    try:
+        asyncio.run(service)
+    except SpecdecError as error:
+        print(f"error: {error.code} {error.reason}: {' '.join(error.message.split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
