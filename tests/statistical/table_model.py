@@ -1,0 +1,231 @@
+"""Table models, and the exact law of one round over a pair of them.
+
+A table model answers random logits for every context, so the joint law of a few tokens can be written out in full.
+Laws, supports and integer rows are those of the torch twins, as in the services; acceptance and residual are those of
+`specdec.core`. The target's own joint law, which a round must equal, comes from the numpy reference alone. Nothing here
+draws: see test_sampled_laws.py for that. Called by the tests beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from specdec.core import block, rejection
+from specdec.core.coupling import verify_choices
+from specdec.core.filters import filtered_law
+from specdec.engine.sampling import LawContext, cut_supports, filtered_laws, law_rows
+from specdec.types import LAW_TOTAL, LawParams, LawRow, Support
+
+Path = tuple[int, ...]
+
+#: Law of what a round emits: probability by emitted tokens.
+EmittedLaw = dict[Path, float]
+
+#: A prompt, then one output token of the turn that is committed already: penalties see both.
+HISTORY = (1, 2, 1, 0)
+OUTPUT_START = 3
+
+NO_IDS = np.empty(0, dtype=np.uint32)
+
+
+@dataclass(frozen=True)
+class TableModel:
+    """Logits that depend on the whole context; models that differ in `noise` alone are alike."""
+
+    vocabulary_size: int
+    seed: int
+    noise: float = 0.0
+
+    def logits(self, path: Path) -> np.ndarray:
+        """float32 [V] after HISTORY and `path`."""
+        shared = np.random.default_rng([self.seed, *path]).normal(size=self.vocabulary_size) * 1.5
+        own = np.random.default_rng([self.seed, 1 << 20, *path]).normal(size=self.vocabulary_size) * self.noise
+        return (shared + own).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class RoundTables:
+    """Everything one round needs on a pair of table models, by drafted prefix of length 0..gamma."""
+
+    law: LawParams
+    gamma: int
+    vocabulary_size: int = 6
+    seed: int = 0
+    s_max: int = 4
+    coverage: float = 0.99
+    change_p: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What a negative control does to p before it becomes rows."""
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        tokens = range(self.vocabulary_size)
+        return [path for length in range(self.gamma + 1) for path in itertools.product(tokens, repeat=length)]
+
+    def _laws(self, model: TableModel) -> torch.Tensor:
+        logits = torch.tensor(np.stack([model.logits(path) for path in self.paths]))
+        return filtered_laws(logits, [LawContext(self.law, self.history(path), OUTPUT_START) for path in self.paths])
+
+    def history(self, path: Path) -> Path:
+        """What penalties see before the token after `path`: the draft tokens included."""
+        return HISTORY + path
+
+    @cached_property
+    def p(self) -> dict[Path, np.ndarray]:
+        laws = self._laws(TableModel(self.vocabulary_size, self.seed))
+        return dict(zip(self.paths, (self.change_p(laws) if self.change_p else laws).numpy(), strict=True))
+
+    @cached_property
+    def full_q(self) -> dict[Path, np.ndarray]:
+        """The draft's laws before they are cut."""
+        laws = self._laws(TableModel(self.vocabulary_size, self.seed, noise=1.0))
+        return dict(zip(self.paths, laws.numpy(), strict=True))
+
+    @cached_property
+    def supports(self) -> dict[Path, Support]:
+        cuts = cut_supports(torch.tensor(np.stack(list(self.full_q.values()))), self.s_max, self.coverage)
+        return {path: support for path, (support, _) in zip(self.paths, cuts, strict=True)}
+
+    def support_ids(self, path: Path) -> np.ndarray:
+        return self.supports[path].token_ids if len(path) < self.gamma else NO_IDS
+
+    @cached_property
+    def rows(self) -> dict[Path, LawRow]:
+        """Rows over the supports, and over nothing at the bonus position. Their z are of one arbitrary uniform."""
+        ids = [self.support_ids(path) for path in self.paths]
+        rows = law_rows(torch.tensor(np.stack(list(self.p.values()))), ids, [0.5] * len(ids))
+        return dict(zip(self.paths, rows, strict=True))
+
+    def drafting_law(self, path: Path) -> dict[int, float]:
+        """q as it travels: what the draft token after `path` is drawn from."""
+        support = self.supports[path]
+        shares = support.weights / support.weights.sum(dtype=np.int64)
+        return dict(zip(support.token_ids.tolist(), shares.tolist(), strict=True))
+
+    def drafts(self, length: int) -> Iterator[tuple[Path, float]]:
+        """Every path of this length that can be drafted, with its probability."""
+        if length == 0:
+            yield (), 1.0
+            return
+        for path, mass in self.drafts(length - 1):
+            for token_id, share in self.drafting_law(path).items():
+                yield (*path, token_id), mass * share
+
+    def final_law(self, path: Path, weights: np.ndarray) -> np.ndarray:
+        """Law of a round's last token, after `path`: float64 [V].
+
+        Args:
+            path: the accepted tokens.
+            weights: over the support and the rest, which stands for z: a draw of p outside the support.
+        """
+        ids = self.support_ids(path)
+        shares = weights / weights.sum()
+        final = np.zeros(self.vocabulary_size)
+        if shares[-1] > 0:
+            final += self.p[path]
+            final[ids] = 0.0
+            final *= shares[-1] / final.sum()
+        final[ids] = shares[:-1]
+        return final
+
+    @cached_property
+    def _target_laws_onward(self) -> dict[Path, np.ndarray]:
+        """The target's joint law of the tokens from a path on to gamma + 1 in all, by the numpy reference."""
+        target = TableModel(self.vocabulary_size, self.seed)
+        onward: dict[Path, np.ndarray] = {}
+        for path in reversed(self.paths):
+            law = filtered_law(target.logits(path), self.law, HISTORY + path, OUTPUT_START)
+            if len(path) < self.gamma:
+                law = np.stack([share * onward[(*path, token_id)] for token_id, share in enumerate(law)])
+            onward[path] = law
+        return onward
+
+    def target_law(self) -> np.ndarray:
+        """The target's joint law of its first gamma + 1 tokens: float64 [V] * (gamma + 1)."""
+        return self._target_laws_onward[()]
+
+    def distance(self, emitted: EmittedLaw) -> float:
+        """Total variation between the target's law of gamma + 1 tokens and that of a round followed by the target."""
+        joint = np.zeros((self.vocabulary_size,) * (self.gamma + 1))
+        for path, mass in emitted.items():
+            joint[path] += mass * self._target_laws_onward.get(path, 1.0)
+        return float(np.abs(joint - self.target_law()).sum() / 2)
+
+
+def rejection_law(
+    tables: RoundTables,
+    bound: Callable[[int, Support, LawRow], int] = rejection.acceptance_bound,
+    residual: Callable[[Support, LawRow], np.ndarray] = rejection.residual_weights,
+) -> EmittedLaw:
+    """Law of what a token-wise round emits; `bound` and `residual` are the shipped ones but in negative controls."""
+    emitted: EmittedLaw = defaultdict(float)
+    reached: dict[Path, float] = {(): 1.0}
+    for path in tables.paths:  # shorter ones first
+        mass = reached.get(path, 0.0)
+        if mass == 0.0:
+            continue
+        row = tables.rows[path]
+        if len(path) == tables.gamma:
+            _add(emitted, path, mass * tables.final_law(path, row.weights))
+            continue
+        support, rejected = tables.supports[path], 0.0
+        for token_id, share in tables.drafting_law(path).items():
+            accepted = bound(rejection.entry_of(token_id, support), support, row) / LAW_TOTAL
+            reached[(*path, token_id)] = mass * share * accepted
+            rejected += mass * share * (1.0 - accepted)
+        _add(emitted, path, rejected * tables.final_law(path, residual(support, row)))
+    return emitted
+
+
+def block_law(tables: RoundTables) -> EmittedLaw:
+    """Law of what a block round emits."""
+    emitted: EmittedLaw = defaultdict(float)
+    for draft, draft_mass in tables.drafts(tables.gamma):
+        supports = [tables.supports[draft[:index]] for index in range(tables.gamma)]
+        rows = [tables.rows[draft[:index]] for index in range(tables.gamma + 1)]
+        shares, levels = block.acceptance_levels(draft, supports, rows)
+        mass = draft_mass  # of no longer prefix being accepted
+        for num_accepted in range(tables.gamma, -1, -1):
+            level = levels[num_accepted - 1] if num_accepted else 1.0
+            path = draft[:num_accepted]
+            if num_accepted == tables.gamma:
+                weights = rows[-1].weights
+            else:
+                weights = block.residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
+            if mass * level > 0.0:
+                _add(emitted, path, mass * level * tables.final_law(path, weights))
+            mass *= 1.0 - level
+    return emitted
+
+
+def choices_law(tables: RoundTables) -> EmittedLaw:
+    """Law of what a coupled or greedy round emits, over every draft and every first disagreement with it.
+
+    The target's choice at a position has law p there (see test_sampled_laws.py); the draft is whatever it is.
+    """
+    emitted: EmittedLaw = defaultdict(float)
+    for draft, draft_mass in tables.drafts(tables.gamma):
+        agreed = draft_mass
+        for index in range(tables.gamma + 1):
+            p = tables.p[draft[:index]]
+            for choice in np.flatnonzero(p):
+                if index < tables.gamma and choice == draft[index]:
+                    continue
+                # Choices past the first disagreement are of a path that is not taken.
+                choices = [*draft[:index], int(choice), *([0] * (tables.gamma - index))]
+                decision = verify_choices(draft, choices, [1.0] * len(choices))
+                emitted[decision.token_ids] += agreed * p[choice]
+            if index < tables.gamma:
+                agreed *= p[draft[index]]
+    return emitted
+
+
+def _add(emitted: EmittedLaw, path: Path, final: np.ndarray) -> None:
+    for token_id in np.flatnonzero(final):
+        emitted[(*path, int(token_id))] += float(final[token_id])

@@ -1,0 +1,146 @@
+"""The law of one round, enumerated, is the target's; and every fault of the field's usual list shows.
+
+No sampling: the false-alarm rate is 0. The bound is docs/protocol.md's 1e-7 total variation, against some 1e-9 that
+the integers of the wire really cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.types import LAW_TOTAL, LawParams, LawRow, Support
+from tests.statistical.table_model import (
+    HISTORY,
+    EmittedLaw,
+    Path,
+    RoundTables,
+    block_law,
+    choices_law,
+    rejection_law,
+)
+
+TOLERANCE = 1e-7
+
+FILTERS = {
+    "no filter": {},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.8},
+    "top_k and top_p": {"top_k": 4, "top_p": 0.75},
+    "min_p": {"min_p": 0.15},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.6},
+    "logit bias": {"logit_bias": {0: 2.0, 3: -1.5}},
+    "min_new_tokens": {"min_new_tokens": 3, "end_token_ids": (2, 4)},
+}
+LAWS = {
+    f"T={temperature}, {name}": LawParams(temperature=temperature, **values)
+    for temperature in (0.7, 1.0)
+    for name, values in FILTERS.items()
+} | {"greedy": LawParams(temperature=0.0)}
+
+MODES: dict[str, Callable[[RoundTables], EmittedLaw]] = {
+    "rejection": rejection_law,
+    "block": block_law,
+    "choices": choices_law,
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_a_round_of_every_mode_follows_the_targets_law(name: str, gamma: int) -> None:
+    tables = RoundTables(LAWS[name], gamma)
+    for round_law in MODES.values():
+        emitted = round_law(tables)
+        assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
+        assert tables.distance(emitted) < TOLERANCE
+
+
+@pytest.mark.parametrize(("s_max", "coverage"), [(1, 0.99), (2, 0.5), (6, 1.0)])
+def test_any_cut_of_the_draft_is_exact(s_max: int, coverage: float) -> None:
+    tables = RoundTables(LawParams(), 2, s_max=s_max, coverage=coverage)
+    for round_law in MODES.values():
+        assert tables.distance(round_law(tables)) < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_rounds_on_other_tables_follow_the_targets_law(name: str, seed: int) -> None:
+    for gamma, vocabulary_size, s_max in ((1, 12, 8), (2, 9, 5), (3, 6, 3)):
+        tables = RoundTables(LAWS[name], gamma, vocabulary_size, seed, s_max)
+        for round_law in MODES.values():
+            assert tables.distance(round_law(tables)) < TOLERANCE
+
+
+def test_block_verification_accepts_more_than_token_by_token() -> None:
+    tables = RoundTables(LawParams(), 3, s_max=6, coverage=1.0)
+    token_wise, block_wise = (
+        sum(len(path) * mass for path, mass in round_law(tables).items()) for round_law in (rejection_law, block_law)
+    )
+    assert block_wise > token_wise + 0.01
+
+
+def always_accept(entry: int, support: Support, row: LawRow) -> int:
+    return LAW_TOTAL
+
+
+def swap_p_and_q(entry: int, support: Support, row: LawRow) -> int:
+    total = int(support.weights.sum(dtype=np.int64))
+    weight, target = int(support.weights[entry]) * LAW_TOTAL, int(row.weights[entry]) * total
+    return min(LAW_TOTAL, weight * LAW_TOTAL // target)
+
+
+def no_residual(support: Support, row: LawRow) -> np.ndarray:
+    return row.weights
+
+
+@pytest.mark.parametrize(
+    "faults", [{"bound": always_accept}, {"bound": swap_p_and_q}, {"residual": no_residual}], ids=lambda f: str(list(f))
+)
+def test_faults_of_the_decision_are_seen(faults: dict) -> None:
+    tables = RoundTables(LawParams(temperature=0.7), 2)
+    assert tables.distance(rejection_law(tables)) < TOLERANCE
+    assert tables.distance(rejection_law(tables, **faults)) > 0.01
+
+
+class TruncatedAfterSampling(RoundTables):
+    """Draws from the whole q, yet states the cut one; a draw outside that becomes the likeliest token."""
+
+    def drafting_law(self, path: Path) -> dict[int, float]:
+        full = self.full_q[path]
+        support = self.supports[path]
+        drawn = dict(zip(support.token_ids.tolist(), full[support.token_ids].tolist(), strict=True))
+        drawn[int(support.token_ids[np.argmax(support.weights)])] += 1.0 - sum(drawn.values())
+        return drawn
+
+
+@pytest.mark.parametrize("round_law", [rejection_law, block_law])
+def test_truncating_after_sampling_is_seen(round_law: Callable[[RoundTables], EmittedLaw]) -> None:
+    honest = RoundTables(LawParams(), 2, s_max=2)
+    assert honest.distance(round_law(honest)) < TOLERANCE
+    tables = TruncatedAfterSampling(LawParams(), 2, s_max=2)
+    assert tables.distance(round_law(tables)) > 0.01
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_target_law_rounded_to_half_precision_is_seen(mode: str, dtype: torch.dtype) -> None:
+    def rounded(laws: torch.Tensor) -> torch.Tensor:
+        laws = laws.to(dtype).to(torch.float64)
+        return laws / laws.sum(dim=-1, keepdim=True)
+
+    tables = RoundTables(LawParams(), 2, change_p=rounded)
+    assert tables.distance(MODES[mode](tables)) > 100 * TOLERANCE
+
+
+class HistoryWithoutDrafts(RoundTables):
+    def history(self, path: Path) -> Path:
+        return HISTORY
+
+
+def test_penalties_that_do_not_see_the_draft_tokens_are_seen() -> None:
+    tables = HistoryWithoutDrafts(LAWS["T=1.0, penalties"], 2)
+    assert tables.distance(rejection_law(tables)) > 0.01
