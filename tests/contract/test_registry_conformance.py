@@ -1,0 +1,166 @@
+"""What every replica registry must do, run against each of them (the contract: `specdec.state.store`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from specdec.errors import Unavailable
+from specdec.state.connection import RedisConnection
+from specdec.state.keys import replica_keys
+from specdec.state.redis_store import open_registry
+from specdec.state.registry import Heartbeat
+from specdec.state.store import ReplicaRecord, ReplicaRegistry
+from specdec.types import EngineInfo
+from tests.redis_fixture import RedisServer
+
+LONG_TTL_S = 60.0
+SHORT_TTL_S = 0.05
+
+ENGINE = EngineInfo(
+    version="1",
+    role="draft",
+    pool="default",
+    replica_id="d-1",
+    model="model",
+    model_fingerprint="m",
+    vocabulary_fingerprint="v",
+    vocabulary_size=100,
+    max_context_tokens=64,
+    eos_token_ids=(2, 3),
+    max_gamma=8,
+    num_kv_blocks=10,
+    kv_block_tokens=16,
+    kv_usage=0.25,
+    num_sessions=3,
+    draining=False,
+    dtype="float32",
+    device="cpu",
+)
+
+
+def replica(replica_id: str, role: str = "draft") -> ReplicaRecord:
+    return ReplicaRecord(f"127.0.0.1:{len(replica_id)}", replace(ENGINE, replica_id=replica_id, role=role))
+
+
+@pytest.fixture
+async def raw(store_url: str) -> AsyncIterator[RedisConnection]:
+    connection = RedisConnection(store_url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def registry(store_url: str, raw: RedisConnection) -> AsyncIterator[ReplicaRegistry]:
+    """An empty registry: replicas of earlier tests share the server's one namespace."""
+    await raw.run_command("DEL", *replica_keys("draft"))
+    await raw.run_command("DEL", *replica_keys("target"))
+    registry = open_registry(store_url)
+    yield registry
+    await registry.close()
+
+
+async def ids(registry: ReplicaRegistry, role: str = "draft") -> list[str]:
+    return [record.engine.replica_id for record in await registry.replicas(role)]
+
+
+async def test_published_replicas_are_listed_by_role_in_order_of_id(registry: ReplicaRegistry) -> None:
+    for record in (replica("d-2"), replica("d-10"), replica("d-1"), replica("t-1", "target")):
+        await registry.publish(record, ttl_s=LONG_TTL_S)
+    assert await ids(registry) == ["d-1", "d-10", "d-2"]
+    assert await registry.replicas("target") == [replica("t-1", "target")]
+
+
+async def test_a_later_heartbeat_replaces_the_earlier(registry: ReplicaRegistry) -> None:
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    draining = replace(replica("d-1"), engine=replace(ENGINE, draining=True, num_sessions=9))
+    await registry.publish(draining, ttl_s=LONG_TTL_S)
+    assert await registry.replicas("draft") == [draining]
+
+
+async def test_a_removed_replica_is_gone_and_removing_it_again_is_fine(registry: ReplicaRegistry) -> None:
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    for _ in range(2):
+        await registry.remove("d-1")
+    assert await ids(registry) == []
+
+
+async def test_a_replica_vanishes_after_its_ttl_and_leaves_nothing(
+    registry: ReplicaRegistry, raw: RedisConnection
+) -> None:
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    await registry.publish(replica("d-2"), ttl_s=SHORT_TTL_S)
+    async with asyncio.timeout(10):
+        while "d-2" in await ids(registry):
+            pass
+    assert await ids(registry) == ["d-1"]
+    records, expiry = replica_keys("draft")
+    assert await raw.run_command("HKEYS", records) == [b"d-1"]
+    assert await raw.run_command("ZCARD", expiry) == 1
+    assert await raw.run_command("PTTL", records) > 0
+
+
+async def test_records_of_newer_and_broken_versions_do_not_hide_the_others(
+    registry: ReplicaRegistry, raw: RedisConnection
+) -> None:
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    records, expiry = replica_keys("draft")
+    stored = (await raw.run_command("HGET", records, "d-1")).decode()
+    newer = stored.replace('"d-1"', '"d-2"').replace('"version"', '"a_field_of_tomorrow":1,"version"')
+    for replica_id, text in {"d-2": newer, "d-3": "{}", "d-4": "not JSON"}.items():
+        await raw.run_command("HSET", records, replica_id, text)
+        await raw.run_command("ZADD", expiry, "+inf", replica_id)
+    assert await ids(registry) == ["d-1", "d-2"]
+
+
+async def test_two_registries_share_what_is_published(registry: ReplicaRegistry, store_url: str) -> None:
+    other = open_registry(store_url)
+    await other.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    assert await ids(registry) == ["d-1"]
+    await other.close()
+
+
+async def test_a_heartbeat_keeps_its_replica_listed_and_takes_it_out_at_the_end(registry: ReplicaRegistry) -> None:
+    sessions = 0
+
+    def describe() -> EngineInfo:
+        nonlocal sessions
+        sessions += 1
+        return replace(ENGINE, num_sessions=sessions)
+
+    async with Heartbeat(registry, address="h:1", describe=describe, ttl_s=0.3), asyncio.timeout(10):
+        assert [(record.address, record.engine.num_sessions) for record in await registry.replicas("draft")] == [
+            ("h:1", 1)
+        ]
+        # Five beats are well past the TTL of the first.
+        while (await registry.replicas("draft"))[0].engine.num_sessions < 5:
+            pass
+    assert await ids(registry) == []
+
+
+async def test_a_heartbeat_that_cannot_begin_says_so() -> None:
+    registry = open_registry("redis://127.0.0.1:1")
+    heartbeat = Heartbeat(registry, address="h:1", describe=lambda: ENGINE)
+    with pytest.raises(Unavailable):
+        await heartbeat.start()
+    await heartbeat.close()
+    await registry.close()
+
+
+async def test_a_heartbeat_survives_a_restart_of_redis(tmp_path_factory: pytest.TempPathFactory) -> None:
+    server = RedisServer(tmp_path_factory.mktemp("restarting"))
+    server.start()
+    registry = open_registry(server.url)
+    async with Heartbeat(registry, address="h:1", describe=lambda: ENGINE, ttl_s=0.3), asyncio.timeout(20):
+        assert await ids(registry) == ["d-1"]
+        server.stop()
+        with pytest.raises(Unavailable):
+            await registry.replicas("draft")
+        server.start()
+        while await ids(registry) != ["d-1"]:
+            pass
+    await registry.close()
+    server.stop()
