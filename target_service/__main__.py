@@ -52,6 +52,9 @@ async def _serve(settings: TargetSettings) -> None:
         from target_service.servicer import TargetServicer
 
         servicer = TargetServicer(engine, metrics)
+        register = None
+        if registry is not None:
+            register = partial(Heartbeat, registry, describe=servicer.info, ttl_s=settings.registry_ttl_s)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):  # until here the default, which ends the process at once
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -61,7 +64,7 @@ async def _serve(settings: TargetSettings) -> None:
             engine=engine,
             servicer=servicer,
             metrics=metrics,
-            register=registry and partial(Heartbeat, registry, describe=servicer.info, ttl_s=settings.registry_ttl_s),
+            register=register,
             stop=stop,
         )
 

@@ -246,7 +246,7 @@ async def test_an_item_over_the_limit_is_refused_before_it_is_sent() -> None:
         held = asyncio.create_task(link.propose(ask("hold")))
         await replica.engine.asked["hold"].wait()
         with pytest.raises(errors.InvalidRequest, match="the limit is"):
-            await link.propose(ask(num_tokens=2_200_000))
+            await link.propose(ask(num_tokens=2_400_000))
         replica.engine.release_held.set()
         await held
 

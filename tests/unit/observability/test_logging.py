@@ -1,0 +1,83 @@
+"""Log records carry the ids of what was being done, in a form machines and people can read."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specdec.observability.logging import bind, bound_ids, configure_logging
+
+log = logging.getLogger("specdec.test")
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_json_record_is_one_line_with_ids_and_extra_fields(stream: io.StringIO) -> None:
+    configure_logging("json", "info", service="draft", stream=stream)
+    with bind(request_id="r", session_id="s"), bind(epoch=3, session_id="t"):
+        log.info("two\nlines %d", 5, extra={"address": "a:1"})
+    (record,) = lines(stream)
+    assert record["message"] == "two\nlines 5"
+    assert (record["service"], record["level"], record["logger"]) == ("draft", "info", "specdec.test")
+    assert (record["request_id"], record["session_id"], record["epoch"]) == ("r", "t", 3)
+    assert record["address"] == "a:1"
+    assert bound_ids() == {}
+
+
+def test_a_traceback_is_part_of_the_record(stream: io.StringIO) -> None:
+    configure_logging("json", "info", service="draft", stream=stream)
+    try:
+        raise KeyError("missing")
+    except KeyError:
+        log.exception("failed")
+    (record,) = lines(stream)
+    assert "KeyError: 'missing'" in record["traceback"]
+
+
+def test_text_records_name_their_ids(stream: io.StringIO) -> None:
+    configure_logging("text", "debug", service="draft", stream=stream)
+    with bind(round_id=9):
+        log.debug("drafted", extra={"num_draft_tokens": 4})
+    assert stream.getvalue().endswith("DEBUG specdec.test drafted round_id=9 num_draft_tokens=4\n")
+
+
+def test_records_below_the_level_are_not_written(stream: io.StringIO) -> None:
+    configure_logging("json", "warning", service="draft", stream=stream)
+    log.info("unseen")
+    log.warning("seen")
+    assert [record["message"] for record in lines(stream)] == ["seen"]
+
+
+async def test_tasks_inherit_ids_and_keep_their_own(stream: io.StringIO) -> None:
+    configure_logging("json", "info", service="draft", stream=stream)
+
+    async def work(name: str) -> None:
+        with bind(session_id=name):
+            await asyncio.sleep(0)
+            log.info("working")
+
+    with bind(request_id="r"):
+        await asyncio.gather(work("a"), work("b"))
+    assert sorted((record["request_id"], record["session_id"]) for record in lines(stream)) == [("r", "a"), ("r", "b")]
+
+
+def test_an_unknown_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt"), bind(prompt="secret"):
+        pass

@@ -1,0 +1,175 @@
+"""Settings: where each value may come from, which one wins, and how a mistake is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import SettingsConfigDict
+
+from draft_service.config import DraftSettings
+from specdec.config import (
+    AddressList,
+    ServiceSettings,
+    advertised_address,
+    join_address,
+    parse_settings,
+    split_address,
+)
+from target_service.config import TargetSettings
+
+
+class ManySettings(DraftSettings):
+    """A service for this test, with a list and a switch."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_DRAFT__")
+
+    endpoint: AddressList = ()
+    """Addresses."""
+
+    eager: bool = False
+    """A switch."""
+
+
+def parse(*argv: str) -> ManySettings:
+    return parse_settings(ManySettings, prog="draft", argv=["--model", "m", *argv])
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "draft.toml"
+    path.write_text('pool = "file"\ndevice = "file"\ndtype = "float16"\nendpoint = ["f:1", "f:2"]\n')
+    return path
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_DRAFT__POOL", "environment")
+    monkeypatch.setenv("SPECDEC_DRAFT__DEVICE", "environment")
+    settings = parse("--config", str(toml), "--pool", "flag")
+    assert (settings.pool, settings.device, settings.dtype, settings.max_gamma) == (
+        "flag",
+        "environment",
+        "float16",
+        16,
+    )
+
+
+def test_the_file_may_be_named_by_the_environment(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_DRAFT__CONFIG", str(toml))
+    assert parse().pool == "file"
+
+
+def test_lists_come_as_repeated_flags_comma_separated_values_or_toml_arrays(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse("--endpoint", "a:1", "--endpoint", "b:2").endpoint == ("a:1", "b:2")
+    assert parse("--config", str(toml)).endpoint == ("f:1", "f:2")
+    monkeypatch.setenv("SPECDEC_DRAFT__ENDPOINT", "c:3,d:4")
+    assert parse().endpoint == ("c:3", "d:4")
+
+
+def test_switches_and_absent_values_have_flags() -> None:
+    settings = parse("--eager", "--num-threads", "2")
+    assert (settings.eager, settings.num_threads) == (True, 2)
+    assert parse("--no-eager", "--num-threads", "none").num_threads is None
+
+
+def test_a_model_that_is_built_directly_does_not_look_at_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_TARGET__POOL", "environment")
+    assert TargetSettings(model="m").pool == "default"
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        parse().pool = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nonsense", "1"], "--nonsense"),
+        (["--mod", "m"], "--mod"),  # no abbreviations: a flag added later would change their meaning
+        (["--listen", "nowhere"], "--listen: must be HOST:PORT"),
+        (["--health", "h:99999"], "--health: must be HOST:PORT"),
+        (["--redis-url", "http://x"], "--redis-url: must begin with redis://"),
+        (["--dtype", "float8"], "--dtype: "),
+        (["--max-gamma", "0"], "--max-gamma: "),
+        (["--max-gamma", "many"], "--max-gamma: "),
+        (["--endpoint", "x"], "--endpoint: "),
+        (["--pool"], "--pool"),
+        (["--config", "/does/not/exist"], "--config: cannot read"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_exit_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv)
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert words in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_missing_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_settings(TargetSettings, prog="target", argv=[])
+    assert "--model" in capsys.readouterr().err
+
+
+def test_an_unknown_key_in_the_environment_or_the_file_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text("modle = 1\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(path))
+    assert "'modle' is not a setting" in capsys.readouterr().err
+    monkeypatch.setenv("SPECDEC_DRAFT__MODLE", "x")
+    with pytest.raises(SystemExit, match="2"):
+        parse()
+    assert "SPECDEC_DRAFT__MODLE is not a setting" in capsys.readouterr().err
+
+
+def test_a_broken_file_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("= =")
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(path))
+    assert "not valid TOML" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings_type", [DraftSettings, TargetSettings])
+def test_help_explains_every_flag(settings_type: type[ServiceSettings], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse_settings(settings_type, prog="python -m some_service", argv=["--help"])
+    text = capsys.readouterr().out
+    for name, field in settings_type.model_fields.items():
+        assert "--" + name.replace("_", "-") in text
+        assert field.description
+        assert field.description.split()[0] in text
+    assert settings_type.model_config["env_prefix"] + "LOG_FORMAT" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:50051", "host.example:65535", ":80"])
+def test_addresses_split_and_join_again(address: str) -> None:
+    assert join_address(*split_address(address)) == address
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:65536", "host:-1", "::1:50", "http://host:50", "h:5 "])
+def test_what_is_not_an_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        split_address(address)
+
+
+def test_the_advertised_address_has_the_bound_port_and_a_host_that_can_be_dialled() -> None:
+    assert advertised_address("", "127.0.0.1:0", 4711) == "127.0.0.1:4711"
+    assert advertised_address("draft.internal:50061", "0.0.0.0:0", 4711) == "draft.internal:50061"
+    host, port = split_address(advertised_address("", "0.0.0.0:0", 4711))
+    assert port == 4711
+    assert host not in ("", "0.0.0.0")
