@@ -58,6 +58,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except up.Usage as error:
         print(f"error: {InvalidRequest.code} {InvalidRequest.default_reason}: {error}", file=sys.stderr)
         return 2
+    except up.ChildFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except SpecdecError as error:
         print(f"error: {error.code} {error.reason}: {' '.join(error.message.split())}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -27,7 +28,11 @@ _DRAIN_GRACE_S = 3
 
 
 class Usage(Exception):
-    """Flags that make no sense together."""
+    """Flags that make no sense, alone or together."""
+
+
+class ChildFailed(Exception):
+    """A child that ended before it served, as the "CODE REASON: message" of an error line."""
 
 
 def add_parser(commands: Any) -> None:
@@ -49,10 +54,12 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
 
     Raises:
         Usage: flags that make no sense together.
-        SpecdecError: a child did not start; its own last line is in the message.
+        ChildFailed: a child did not start; its own error line where it gave one.
+        SpecdecError: the coordinator ended later.
     """
     _check(args)
     target, draft = _models(args)
+    endpoint = _listen(args)
     with contextlib.ExitStack() as stack:
         children: list[Child] = []
         redis_url = _redis(args, stack)
@@ -60,10 +67,9 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         stack.callback(lambda: [child.stop() for child in reversed(children)])
         children += _replicas("target", args.replicas_target, target, args, redis_url, environ)
         children += _replicas("draft", args.replicas_draft, draft, args, redis_url, environ)
-        arguments = ["--tokenizer", target, "--listen", _listen(args), *_common(redis_url), "--poll-interval-s", "0.2"]
+        arguments = ["--tokenizer", target, "--listen", endpoint, *_common(redis_url), "--poll-interval-s", "0.2"]
         coordinator = Child("coordinator", "coordinator", arguments, environ)
         children.append(coordinator)
-        endpoint = arguments[3]
         with _spinner("starting target, draft and coordinator"):
             _await_ready(children, endpoint, args.replicas_target + args.replicas_draft, stop)
         if not stop.is_set():
@@ -123,12 +129,17 @@ def _common(redis_url: str) -> list[str]:
 
 
 def _listen(args: argparse.Namespace) -> str:
-    host, _, port = args.listen.rpartition(":")
-    return f"{host}:{free_ports(1)[0]}" if port == "0" else str(args.listen)
+    from specdec.config import join_address, split_address
+
+    try:
+        host, port = split_address(args.listen)
+    except ValueError as error:
+        raise Usage(f"--listen: {error}") from None
+    return join_address(host, port or free_ports(1)[0])
 
 
 def _await_ready(children: list[Child], endpoint: str, num_replicas: int, stop: threading.Event) -> None:
-    """Waits until the coordinator serves and knows every replica. Raises Unavailable when a child ends first."""
+    """Waits until the coordinator serves and knows every replica. Raises ChildFailed when a child ends first."""
     dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
     with grpc.insecure_channel(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
         _poll(children, stop, lambda: is_serving(channel))
@@ -139,8 +150,15 @@ def _poll(children: list[Child], stop: threading.Event, done: Callable[[], bool]
     while not (stop.is_set() or done()):
         for child in children:
             if not child.is_alive:
-                raise Unavailable(f"{child.name} did not start: {child.last_words()}")
+                raise ChildFailed(_reason(child))
         stop.wait(_POLL_S)
+
+
+def _reason(child: Child) -> str:
+    words = child.last_words()
+    if re.match(r"[A-Z_]+ [A-Z_]+: ", words):
+        return words
+    return f"{Unavailable.code} {Unavailable.default_reason}: {child.name} did not start: {words}"
 
 
 def _num_replicas(client: Client) -> int:

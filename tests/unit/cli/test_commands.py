@@ -104,6 +104,8 @@ def test_nobody_listening_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixt
         ["chat", "hi"],
         ["up", "--replicas-target", "0"],
         ["up", "--target", "x"],
+        ["up", "--listen", "nowhere"],
+        ["up", "--listen", "127.0.0.1:70000"],
         ["up", "--http", "127.0.0.1:8000"],
         ["health"],
     ],
