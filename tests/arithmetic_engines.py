@@ -88,6 +88,9 @@ class _Engine:
         if session_id.startswith("raise:"):
             raise make_error(session_id.removeprefix("raise:"))
 
+    async def warm_up(self) -> None:
+        self.asked["warm-up"].set()
+
     async def release(self, session_ids: list[str]) -> None:
         self.released.extend(session_ids)
 
@@ -115,6 +118,7 @@ class _Engine:
 
     async def close(self) -> None:
         self.release_held.set()
+        self.given_up["closed"].set()
 
 
 def make_error(name: str) -> errors.SpecdecError:

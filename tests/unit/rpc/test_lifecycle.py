@@ -1,0 +1,140 @@
+"""A replica's life, in one process with a registry: warm, registered, drained, gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from functools import partial
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draft_service.config import DraftSettings
+from draft_service.servicer import DraftServicer
+from specdec import errors
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc.client import DraftLink
+from specdec.rpc.lifecycle import require_addresses, run_replica, run_to_exit_code
+from specdec.rpc.server import DRAFT_SERVICE
+from specdec.state.redis_store import open_registry
+from specdec.state.registry import Heartbeat
+from specdec.state.store import ReplicaRecord, ReplicaRegistry
+from specdec.types import ProposeRequest
+from tests.arithmetic_engines import ArithmeticDraft, make_round
+
+
+class Replica:
+    """`run_replica` as a task, on a registry in memory."""
+
+    def __init__(self, registry: ReplicaRegistry | None, **settings: object) -> None:
+        self.registry = registry
+        self.engine = ArithmeticDraft()
+        self.stop = asyncio.Event()
+        metrics = EngineMetrics("arithmetic", role="draft")
+        servicer = DraftServicer(self.engine, metrics)
+        options = {"model": "m", "listen": "127.0.0.1:0", "redis_url": "memory://", **settings}
+        self.task = asyncio.create_task(
+            run_replica(
+                DraftSettings(**options),
+                service_name=DRAFT_SERVICE,
+                engine=self.engine,
+                servicer=servicer,
+                metrics=metrics,
+                register=partial(Heartbeat, registry, describe=servicer.info) if registry is not None else None,
+                stop=self.stop,
+            )
+        )
+
+    async def record(self) -> ReplicaRecord:
+        """Its registry entry, once there is one."""
+        assert self.registry is not None
+        while not (records := await self.registry.replicas("draft")):
+            await asyncio.wait([self.task], timeout=0.01)
+            assert not self.task.done()
+        return records[0]
+
+
+@pytest.fixture
+def registry() -> ReplicaRegistry:
+    return open_registry(f"memory://{uuid.uuid4().hex}")
+
+
+async def health(address: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=DRAFT_SERVICE))
+        return int(reply.status)
+
+
+async def test_a_replica_registers_only_once_it_is_warm_and_serving(registry: ReplicaRegistry) -> None:
+    replica = Replica(registry)
+    record = await replica.record()
+    assert replica.engine.asked["warm-up"].is_set()
+    assert await health(record.address) == health_pb2.HealthCheckResponse.SERVING
+    assert record.engine.replica_id == "draft-1"
+    replica.stop.set()
+    await replica.task
+
+
+async def test_a_drain_finishes_what_is_in_flight_then_leaves_the_registry(registry: ReplicaRegistry) -> None:
+    replica = Replica(registry, drain_grace_s=60.0)
+    link = DraftLink((await replica.record()).address)
+    in_flight = asyncio.create_task(link.propose(ProposeRequest(make_round("hold"), 2)))
+    await replica.engine.asked["hold"].wait()
+    replica.stop.set()
+    while not (await replica.record()).engine.draining:
+        await asyncio.wait([replica.task], timeout=0.01)
+    assert not replica.task.done()
+    replica.engine.release_held.set()
+    assert (await in_flight).value.draft_token_ids.tolist() == [3, 4]
+    await replica.task
+    assert await registry.replicas("draft") == []
+    assert replica.engine.given_up["closed"].is_set()
+    await link.close()
+
+
+async def test_what_outlasts_the_grace_is_cancelled(registry: ReplicaRegistry) -> None:
+    replica = Replica(registry, drain_grace_s=0.05)
+    link = DraftLink((await replica.record()).address)
+    stuck = asyncio.create_task(link.propose(ProposeRequest(make_round("hold"), 2)))
+    await replica.engine.asked["hold"].wait()
+    replica.stop.set()
+    await replica.task
+    with pytest.raises(errors.Unavailable):
+        await stuck
+    assert replica.engine.given_up["hold"].is_set()
+    await link.close()
+
+
+async def test_a_registry_that_cannot_be_reached_ends_the_replica_in_order() -> None:
+    replica = Replica(open_registry("redis://127.0.0.1:1"))
+    with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):
+        await replica.task
+    assert replica.engine.given_up["closed"].is_set()
+
+
+async def test_a_taken_port_is_found_before_anything_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    replica = Replica(None)
+    while not (records := [record for record in caplog.records if record.message == "listening"]):
+        await asyncio.wait([replica.task], timeout=0.01)
+    taken = records[0].__dict__["address"]
+    for name in ("listen", "health", "metrics"):
+        settings = {"listen": "127.0.0.1:0", name: taken}
+        with pytest.raises(errors.Unavailable, match=taken):
+            require_addresses(DraftSettings(model="m", **settings))
+    replica.stop.set()
+    await replica.task
+
+
+def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail() -> None:
+        raise errors.InvalidRequest("no model\nat /nope")
+
+    async def succeed() -> None:
+        return None
+
+    assert run_to_exit_code(succeed()) == 0
+    assert run_to_exit_code(fail()) == 1
+    assert capsys.readouterr().err == "error: INVALID_ARGUMENT INVALID_REQUEST: no model at /nope\n"
