@@ -25,7 +25,7 @@ PIN_TTL_S = 5.0
 
 
 class SessionTableMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(8, 30))
+    @initialize(num_blocks=st.integers(7, 30))
     def build(self, num_blocks):
         self.now_s = 0.0
         self.num_blocks = num_blocks
@@ -44,8 +44,9 @@ class SessionTableMachine(RuleBasedStateMachine):
         num_drafts=st.integers(0, 5),
         is_new_epoch=st.booleans(),
         is_crowded=st.booleans(),
+        is_run=st.booleans(),
     )
-    def call(self, session_id, text, committed_len, start, num_drafts, is_new_epoch, is_crowded):
+    def call(self, session_id, text, committed_len, start, num_drafts, is_new_epoch, is_crowded, is_run):
         """A call that assumes any start; a miss is answered by sending again from where it says."""
         if session_id in self.running or session_id in self.waiting:
             return
@@ -75,6 +76,11 @@ class SessionTableMachine(RuleBasedStateMachine):
         assert sequence.token_ids.tolist() == text[:committed_len] + drafts.tolist()
         assert sequence.kv_len < committed_len
         self.waiting[session_id] = committed_len, len(sequence)
+        if is_run and self._reserve(session_id):
+            self._run(session_id, len(sequence))
+            del self.running[session_id]
+            self.table.settle(sequence)
+            assert len(sequence) == committed_len + num_drafts
 
     @rule(session_id=st.sampled_from(SESSION_IDS), epoch_back=st.integers(0, 1), round_back=st.integers(1, 2))
     def call_late(self, session_id, epoch_back, round_back):
@@ -91,31 +97,12 @@ class SessionTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def reserve(self, data):
-        session_id = data.draw(st.sampled_from(sorted(self.waiting)))
-        committed_len, length = self.waiting[session_id]
-        sequence = self.table.get(session_id)
-        behind = [self.table.get(other) for other in self.waiting if other != session_id]
-        if self.table.reserve(
-            sequence,
-            committed_len=committed_len,
-            max_kv_len=length,
-            preemptable=() if self.running else behind,
-        ):
-            del self.waiting[session_id]
-            self.running[session_id] = committed_len
-            assert committed_len - 1 >= sequence.kv_len
+        self._reserve(data.draw(st.sampled_from(sorted(self.waiting))))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 60))
     def run(self, data, num_tokens):
-        """Part of a forward pass."""
-        session_id = data.draw(st.sampled_from(sorted(self.running)))
-        sequence = self.table.get(session_id)
-        for position in range(sequence.kv_len, min(len(sequence), sequence.kv_len + num_tokens)):
-            slot = sequence.block_table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
-            self.slots[slot] = int(sequence.token_ids[position])
-            sequence.kv_len += 1
-        self.table.publish(sequence, self.running[session_id])
+        self._run(data.draw(st.sampled_from(sorted(self.running))), num_tokens)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), is_crash=st.booleans())
@@ -129,6 +116,7 @@ class SessionTableMachine(RuleBasedStateMachine):
         else:
             self.table.settle(sequence)
 
+    @precondition(lambda self: len(self.waiting) + len(self.running) > 2)
     @rule(session_id=st.sampled_from(SESSION_IDS))
     def release(self, session_id):
         self.running.pop(session_id, None)
@@ -151,6 +139,28 @@ class SessionTableMachine(RuleBasedStateMachine):
             sequence = self.table.get(session_id)
             if sequence is not None:
                 assert self._read(sequence) == sequence.token_ids[: sequence.kv_len].tolist()
+
+    def _reserve(self, session_id: str) -> bool:
+        committed_len, length = self.waiting[session_id]
+        sequence = self.table.get(session_id)
+        behind = [self.table.get(other) for other in self.waiting if other != session_id]
+        if not self.table.reserve(
+            sequence, committed_len=committed_len, max_kv_len=length, preemptable=() if self.running else behind
+        ):
+            return False
+        del self.waiting[session_id]
+        self.running[session_id] = committed_len
+        assert sequence.kv_len < committed_len
+        return True
+
+    def _run(self, session_id: str, num_tokens: int) -> None:
+        """Part of a forward pass."""
+        sequence = self.table.get(session_id)
+        for position in range(sequence.kv_len, min(len(sequence), sequence.kv_len + num_tokens)):
+            slot = sequence.block_table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+            self.slots[slot] = int(sequence.token_ids[position])
+            sequence.kv_len += 1
+        self.table.publish(sequence, self.running[session_id])
 
     def _have(self, request: Round, drafts: TokenIds) -> int | None:
         """Lets a call in; returns what a miss says, or None."""
