@@ -12,8 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from specdec.state.redis_store import open_registry, open_store
-
 from coordinator.config import CoordinatorSettings
 from coordinator.generations import Generations, GenerationSettings
 from coordinator.pool import DRAFT, TARGET, ReplicaPools
@@ -24,6 +22,8 @@ from specdec.errors import SpecdecError
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer, require_free
+from specdec.state.redis_store import open_store
+from specdec.state.registry import open_registry
 from specdec.types import Mode
 
 #: After the drain, how long streams may take to hand out what they hold.

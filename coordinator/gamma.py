@@ -61,12 +61,13 @@ class LinearTime:
         """Seconds for `units`; never below zero, never falling with more units."""
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
+        # The line goes through the mean and through no point below zero, however old the point that tilts it.
+        steepest = mean_y / mean_x if mean_x else 0.0
         if variance > 1e-6:
-            slope = max((self._xy / self._weight - mean_x * mean_y) / variance, 0.0)
+            slope = min(max((self._xy / self._weight - mean_x * mean_y) / variance, 0.0), steepest)
         else:
-            slope = 0.0 if self._is_fixed or mean_x == 0 else mean_y / mean_x
-        fixed = max(mean_y - slope * mean_x, 0.0)
-        return fixed + slope * units
+            slope = 0.0 if self._is_fixed else steepest
+        return mean_y + slope * (units - mean_x)
 
 
 class PoolRecord:

@@ -1,0 +1,141 @@
+"""Every bad field of a request is refused by name and limit; what is left reads as it was asked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from coordinator.validation import ServingLimits, validate_request, validate_session_id
+from specdec.errors import InvalidRequest
+from specdec.types import LawParams, Mode
+from specdec.v1 import coordinator_pb2 as pb
+
+LIMITS = ServingLimits(
+    vocabulary_size=100, max_context_tokens=64, max_gamma=8, eos_token_ids=(1, 2), default_mode=Mode.BLOCK
+)
+
+
+def sampling(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt="hello", sampling=pb.SamplingParams(**fields))
+
+
+def chat(*roles: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        messages=pb.ChatMessages(messages=[pb.ChatMessage(role=role, content="x") for role in roles])
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "message"),
+    [
+        (pb.GenerateRequest(), "input", "input must be one of prompt, prompt_token_ids and messages, got none"),
+        (pb.GenerateRequest(prompt=""), "prompt", "prompt must not be empty"),
+        (pb.GenerateRequest(prompt_token_ids=pb.TokenIds()), "prompt_token_ids", "must not be empty"),
+        (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5, 100])), "prompt_token_ids", "size 100, got 100"),
+        (chat(), "messages", "messages must not be empty"),
+        (chat("user", ""), "messages[1].role", "must not be empty"),
+        (sampling(temperature=math.nan), "sampling.temperature", "must be a finite number, got nan"),
+        (sampling(temperature=math.inf), "sampling.temperature", "must be a finite number, got inf"),
+        (sampling(temperature=-0.5), "sampling.temperature", "must be at least 0, got -0.5"),
+        (sampling(top_p=1.5), "sampling.top_p", "sampling.top_p must be in (0, 1], got 1.5"),
+        (sampling(top_p=0.0), "sampling.top_p", "sampling.top_p must be in (0, 1], got 0"),
+        (sampling(min_p=1.0), "sampling.min_p", "sampling.min_p must be in [0, 1), got 1"),
+        (sampling(min_p=-0.1), "sampling.min_p", "must be in [0, 1), got -0.1"),
+        (sampling(repetition_penalty=0.0), "sampling.repetition_penalty", "must be above 0, got 0"),
+        (sampling(presence_penalty=math.nan), "sampling.presence_penalty", "finite"),
+        (sampling(frequency_penalty=-math.inf), "sampling.frequency_penalty", "finite"),
+        (sampling(logit_bias={100: 1.0}), "sampling.logit_bias", "below the vocabulary size 100, got 100"),
+        (sampling(logit_bias={3: math.nan}), "sampling.logit_bias", "finite values, got nan for token 3"),
+        (sampling(stop=["a", ""]), "sampling.stop", "must not hold an empty string"),
+        (sampling(stop=["a"] * 17), "sampling.stop", "at most 16 strings, got 17"),
+        (sampling(stop=["a" * 1025]), "sampling.stop", "at most 1024 characters, got 1025"),
+        (sampling(stop_token_ids=[100]), "sampling.stop_token_ids", "size 100, got 100"),
+        (sampling(logprobs=21), "sampling.logprobs", "sampling.logprobs must be at most 20, got 21"),
+        (sampling(max_new_tokens=4, min_new_tokens=5), "sampling.min_new_tokens", "at most max_new_tokens 4, got 5"),
+        (
+            pb.GenerateRequest(prompt="x", speculation=pb.SpeculationParams(gamma=9)),
+            "speculation.gamma",
+            "speculation.gamma must be at most 8, got 9",
+        ),
+        (
+            pb.GenerateRequest(prompt="x", speculation=pb.SpeculationParams(mode=17)),
+            "speculation.mode",
+            "must be a SpeculationMode, got 17",
+        ),
+        (pb.GenerateRequest(session_id="a b", prompt="x"), "session_id", "must be at most 128 of"),
+        (pb.GenerateRequest(session_id="{a}", prompt="x"), "session_id", "must be at most 128 of"),
+        (pb.GenerateRequest(request_id="x" * 129, prompt="x"), "request_id", "must be at most 128 of"),
+        (pb.GenerateRequest(session_id="s", resume_from=3, prompt="x"), "resume_from", "without an input, got prompt"),
+        (pb.GenerateRequest(resume_from=0), "session_id", "must be set with resume_from"),
+    ],
+)
+def test_a_bad_field_is_refused_with_its_name_and_limit(request_: pb.GenerateRequest, field: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate_request(request_, LIMITS)
+    assert caught.value.field == field
+    assert caught.value.reason == "INVALID_REQUEST"
+    assert message in caught.value.message
+    assert caught.value.message.startswith(field)
+
+
+def test_an_empty_sampling_message_means_the_documented_defaults() -> None:
+    request = validate_request(pb.GenerateRequest(prompt="hello"), LIMITS)
+    assert request.text == "hello"
+    assert request.sampling.law == LawParams()
+    assert request.sampling.num_logprobs is None
+    assert not request.is_seeded
+    assert request.speculation.mode is Mode.BLOCK
+    assert request.speculation.gamma is None
+
+
+def test_set_fields_arrive_as_they_were_set() -> None:
+    request = validate_request(
+        pb.GenerateRequest(
+            session_id="s",
+            request_id="r",
+            prompt_token_ids=pb.TokenIds(ids=[7, 8]),
+            sampling=pb.SamplingParams(
+                temperature=0.0,
+                top_k=5,
+                min_new_tokens=2,
+                stop_token_ids=[9],
+                seed=2**64 - 1,
+                logprobs=0,
+                logit_bias={3: -2},
+            ),
+            speculation=pb.SpeculationParams(mode=pb.SPECULATION_MODE_OFF, gamma=0, draft_pool="small"),
+        ),
+        LIMITS,
+    )
+    assert request.token_ids is not None
+    assert request.token_ids.tolist() == [7, 8]
+    assert request.sampling.law.is_greedy
+    assert request.sampling.law.top_k == 5
+    assert dict(request.sampling.law.logit_bias) == {3: -2.0}
+    assert request.sampling.law.end_token_ids == (1, 2, 9)
+    assert request.sampling.seed == 2**64 - 1
+    assert request.is_seeded
+    assert request.sampling.num_logprobs == 0
+    assert (request.speculation.mode, request.speculation.gamma) == (Mode.OFF, 0)
+    assert request.speculation.draft_pool == "small"
+
+
+def test_top_k_beyond_the_vocabulary_is_off() -> None:
+    assert validate_request(sampling(top_k=100), LIMITS).sampling.law.top_k == 0
+
+
+def test_a_retry_has_the_same_digest_and_another_request_has_not() -> None:
+    first = sampling(seed=1, logit_bias={3: 1.0, 4: 2.0})
+    retry = sampling(seed=1, logit_bias={4: 2.0, 3: 1.0})
+    retry.session_id, retry.request_id, retry.return_provenance = "s", "r", True
+    other = sampling(seed=2, logit_bias={3: 1.0, 4: 2.0})
+    digests = [validate_request(request, LIMITS).digest for request in (first, retry, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_call_about_a_session_needs_its_id() -> None:
+    assert validate_session_id("s-1") == "s-1"
+    with pytest.raises(InvalidRequest, match="session_id must be set"):
+        validate_session_id("")
