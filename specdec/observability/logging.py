@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,9 @@ def configure_logging(
     # Other libraries' chatter (one line per HTTP request, per compiled graph) is not ours to print below WARNING.
     for name in ("httpx", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    # gRPC's C core writes lines of its own to stderr, such as one per connection that a peer closed. It reads this when
+    # its first object is made.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def _attach_ids(record: logging.LogRecord) -> bool:

@@ -7,6 +7,7 @@ caller knows whose fault that is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,16 @@ from numpy.typing import NDArray
 from specdec.types import TokenIds
 from specdec.v1 import draft_pb2
 
+_LARGEST_ID = np.iinfo(np.uint32).max
+
 
 def encode_supports(support_ids: Sequence[TokenIds]) -> draft_pb2.Supports:
     """Packs ascending id lists as sizes and deltas: about 2 bytes an id."""
     sizes = [len(ids) for ids in support_ids]
-    ids = np.concatenate(support_ids).astype(np.int64)  # [sum(sizes)]
-    deltas = np.diff(ids, prepend=0)
-    starts = np.cumsum([0, *sizes[:-1]])
+    ids = np.concatenate(support_ids)  # [sum(sizes)]
+    deltas = ids.copy()
+    deltas[1:] -= ids[:-1]  # wraps where a support begins
+    starts = [0, *accumulate(sizes[:-1])]
     deltas[starts] = ids[starts]
     return draft_pb2.Supports(sizes=sizes, id_deltas=deltas.tolist())
 
@@ -35,20 +39,19 @@ def decode_supports(message: draft_pb2.Supports, num_supports: int) -> tuple[Tok
         if len(message.id_deltas):
             raise ValueError("id_deltas without sizes")
         return ()
-    deltas = np.array(message.id_deltas, dtype=np.int64)
+    deltas = np.array(message.id_deltas, dtype=np.uint64)
     if min(sizes) == 0 or sum(sizes) != len(deltas):
         raise ValueError(f"sizes {sizes} do not add up to {len(deltas)} ids, or one of them is 0")
-    starts = np.cumsum([0, *sizes[:-1]])
-    inner = np.ones(len(deltas), dtype=bool)
-    inner[starts] = False
-    if np.any(deltas[inner] == 0):
-        raise ValueError("token ids are not ascending")
-    running = np.cumsum(deltas)
-    before = running[starts] - deltas[starts]
-    ids = running - np.repeat(before, sizes)
-    if ids.max() > np.iinfo(np.uint32).max:
-        raise ValueError("a token id is beyond 32 bits")
-    return tuple(split(ids.astype(np.uint32), sizes))
+    supports, end = [], 0
+    for size in sizes:
+        part = np.cumsum(deltas[end : end + size])
+        if not deltas[end + 1 : end + size].all():
+            raise ValueError("token ids are not ascending")
+        if part[-1] > _LARGEST_ID:
+            raise ValueError("a token id is beyond 32 bits")
+        supports.append(part.astype(np.uint32))
+        end += size
+    return tuple(supports)
 
 
 def token_ids(values: Sequence[int]) -> TokenIds:
@@ -71,5 +74,5 @@ def from_bytes(content: bytes, dtype: str, count: int, name: str) -> NDArray[Any
 
 def split(values: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
     """Cuts `values` into consecutive views of the given sizes."""
-    ends = np.cumsum(sizes)
+    ends = accumulate(sizes)
     return [values[end - size : end] for size, end in zip(sizes, ends, strict=True)]

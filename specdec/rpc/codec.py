@@ -133,13 +133,13 @@ def _read_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Prop
     support_ids = decode_supports(message.supports, num_supports)
     sizes = [len(ids) for ids in support_ids]
     weights = from_bytes(message.weights, "<u2", sum(sizes), "weights")
-    _expect(bool(np.all(weights)), "a support entry of weight 0")
+    _expect(bool(weights.all()), "a support entry of weight 0")
     _expect(len(message.lost_mass) in (0, num_draft_tokens), "lost_mass is not one number a draft token")
     supports = tuple(Support(ids, part) for ids, part in zip(support_ids, split(weights, sizes), strict=True))
-    for token_id, support in zip(draft_token_ids, supports, strict=False):
-        at = int(np.searchsorted(support.token_ids, token_id))
-        inside = at < len(support.token_ids) and support.token_ids[at] == token_id
-        _expect(bool(inside), f"draft token {token_id} is not in its own support")
+    for token_id, ids in zip(draft_token_ids, support_ids, strict=False):  # no supports: greedy or coupled
+        at = ids.searchsorted(token_id)
+        if at == len(ids) or ids[at] != token_id:
+            raise ValueError(f"draft token {token_id} is not in its own support")
     return Proposal(
         draft_token_ids=draft_token_ids,
         supports=supports,
