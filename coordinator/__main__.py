@@ -11,6 +11,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from coordinator.config import CoordinatorSettings
 from coordinator.generations import Generations, GenerationSettings
@@ -18,12 +19,11 @@ from coordinator.pool import DRAFT, TARGET, ReplicaPools
 from coordinator.servicer import CoordinatorServicer
 from coordinator.tokenizer import ServedTokenizer
 from specdec.config import advertised_address, parse_settings, split_address
-from specdec.errors import SpecdecError
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer, require_free
-from specdec.state.redis_store import open_store
-from specdec.state.registry import open_registry
+from specdec.rpc.lifecycle import require_addresses, run_to_exit_code
+from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 
 #: After the drain, how long streams may take to hand out what they hold.
@@ -34,26 +34,24 @@ _log = logging.getLogger("coordinator")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit code."""
-    settings = parse_settings(CoordinatorSettings, prog="coordinator", argv=sys.argv[1:] if argv is None else argv)
+    settings = parse_settings(
+        CoordinatorSettings, prog="python -m coordinator", argv=sys.argv[1:] if argv is None else argv
+    )
     configure_logging(settings.log_format, settings.log_level, service="coordinator")
-    try:
-        asyncio.run(_serve(settings))
-    except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
-        return 1
-    return 0
+    return run_to_exit_code(_serve(settings))
 
 
 async def _serve(settings: CoordinatorSettings) -> None:
+    """Serves until SIGTERM or SIGINT, then drains.
+
+    Raises:
+        SpecdecError: it cannot begin (address, tokenizer, store), or a static endpoint serves another vocabulary.
+    """
+    require_addresses(settings)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    require_free(settings.listen)
     tokenizer = ServedTokenizer(settings.tokenizer)
-    static = [(DRAFT, address) for address in settings.draft_endpoint]
-    static += [(TARGET, address) for address in settings.target_endpoint]
-    store = open_store(settings.redis_url, session_ttl_s=settings.session_ttl_s)
-    registry = None if static else open_registry(settings.redis_url)
     metrics = CoordinatorMetrics(settings.tokenizer)
     server = ServiceServer(
         settings.listen,
@@ -61,52 +59,59 @@ async def _serve(settings: CoordinatorSettings) -> None:
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
     )
+    async with AsyncExitStack() as ending:
+        store = open_store(settings.redis_url, session_ttl_s=settings.session_ttl_s)
+        ending.push_async_callback(store.close)
+        await store.ping()
+        pools = _build_pools(settings, tokenizer.fingerprint, server, ending)
+        ending.push_async_callback(pools.close)
+        generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
+                                  metrics=metrics)  # fmt: skip
+        default_mode = Mode[settings.default_mode.upper()]
+        CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
+        if settings.metrics:
+            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+        await server.start()
+        ending.push_async_callback(server.stop, _FLUSH_S)
+        ending.push_async_callback(generations.drain, 0.0)
+        address = advertised_address(settings.advertise, settings.listen, server.port)
+        _log.info("listening", extra={"address": server.address, "advertised": address})
+        await _watch_until(stop, pools)
+        _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
+        await server.set_not_serving()
+        await generations.drain(settings.drain_grace_s)
+    _log.info("stopped")
+
+
+def _build_pools(
+    settings: CoordinatorSettings, vocabulary_fingerprint: str, server: ServiceServer, ending: AsyncExitStack
+) -> ReplicaPools:
+    static = [(DRAFT, address) for address in settings.draft_endpoint]
+    static += [(TARGET, address) for address in settings.target_endpoint]
+    registry = None
+    if not static:
+        registry = open_registry(settings.redis_url)
+        ending.push_async_callback(registry.close)
 
     async def tell_health(is_ready: bool) -> None:
         await (server.set_serving() if is_ready else server.set_not_serving())
 
-    pools = ReplicaPools(
-        tokenizer.fingerprint,
+    return ReplicaPools(
+        vocabulary_fingerprint,
         static_endpoints=static,
         registry=registry,
         poll_interval_s=settings.poll_interval_s,
         on_readiness=tell_health,
     )
-    generations = Generations(
-        GenerationSettings(
-            coordinator_id=f"c-{secrets.token_hex(6)}",
-            lease_ttl_s=settings.lease_ttl_s,
-            draft_timeout_s=settings.draft_timeout_s,
-            max_running=settings.max_queue,
-        ),
-        store=store,
-        pools=pools,
-        tokenizer=tokenizer,
-        metrics=metrics,
+
+
+def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
+    return GenerationSettings(
+        coordinator_id=f"c-{secrets.token_hex(6)}",
+        lease_ttl_s=settings.lease_ttl_s,
+        draft_timeout_s=settings.draft_timeout_s,
+        max_running=settings.max_queue,
     )
-    default_mode = Mode[settings.default_mode.upper()]
-    CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
-    stop_metrics = (
-        start_metrics_server(metrics.registry, *split_address(settings.metrics)) if settings.metrics else None
-    )
-    try:
-        await store.ping()
-        await server.start()
-        address = advertised_address(settings.advertise, settings.listen, server.port)
-        _log.info("listening", extra={"address": server.address, "advertised": address})
-        await _watch_until(stop, pools)
-        _log.info("draining", extra={"num_running": generations.num_running})
-        await server.set_not_serving()
-        await generations.drain(settings.drain_grace_s)
-    finally:
-        await server.stop(_FLUSH_S)
-        await generations.drain(0.0)
-        await pools.close()
-        await store.close()
-        if registry is not None:
-            await registry.close()
-        if stop_metrics is not None:
-            stop_metrics()
 
 
 async def _watch_until(stop: asyncio.Event, pools: ReplicaPools) -> None:
