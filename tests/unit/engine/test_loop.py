@@ -1,0 +1,204 @@
+"""The device thread: joining, superseding, cancelling, crashing, running out of blocks, closing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from specdec.errors import Internal, ResourceExhausted, StaleEpoch, Unavailable
+from specdec.types import VerifyRequest
+from target_service.verifier import Verifier
+from tests.round_driver import make_round
+from tests.table_worker import TableWorker
+
+TOKENS = [3 + index * 7 % 20 for index in range(100)]
+NO_DRAFT = np.empty(0, dtype=np.uint32)
+
+
+def _verify(tokens, **options) -> VerifyRequest:
+    return VerifyRequest(make_round(tokens, **options), NO_DRAFT, ())
+
+
+class _Held:
+    """A verifier whose steps wait until they are let go."""
+
+    def __init__(self, **options) -> None:
+        max_step_tokens = options.pop("max_step_tokens", 512)
+        self.worker = TableWorker(**options)
+        self.verifier = Verifier(self.worker, max_step_tokens=max_step_tokens)
+
+    async def start(self, request: VerifyRequest) -> asyncio.Task:
+        """Begins a call whose first step is then being carried out."""
+        self.worker.gate.clear()
+        task = asyncio.create_task(self.verifier.verify(request))
+        await asyncio.to_thread(self.worker.entered.acquire)
+        return task
+
+    async def queue(self, request: VerifyRequest) -> asyncio.Task:
+        """Begins a call while a step is held."""
+        task = asyncio.create_task(self.verifier.verify(request))
+        await asyncio.sleep(0)  # lets it put itself into the inbox
+        return task
+
+    def let_go(self) -> None:
+        self.worker.gate.set()
+
+    async def close(self) -> None:
+        self.let_go()
+        await self.verifier.close()
+        self.verifier.check_integrity()
+
+
+@pytest.fixture
+async def held():
+    engine = _Held()
+    yield engine
+    await engine.close()
+
+
+async def test_a_duplicate_joins_the_call_in_flight(held):
+    request = _verify(TOKENS[:20], round_id=1)
+    first = await held.start(request)
+    second = await held.queue(request)
+    held.let_go()
+    assert await first is await second
+    assert len(held.worker.steps) == 1
+
+
+async def test_cancelling_one_of_two_joined_calls_leaves_the_other(held):
+    request = _verify(TOKENS[:20], round_id=1)
+    first = await held.start(request)
+    second = await held.queue(request)
+    first.cancel()
+    held.let_go()
+    assert (await second).kv_len == 20
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+@pytest.mark.parametrize("key", [{"epoch": 1, "round_id": 2}, {"epoch": 2, "round_id": 0}])
+async def test_a_newer_call_waits_for_the_step_and_takes_the_session_over(key):
+    held = _Held(max_step_tokens=32)
+    first = await held.start(_verify(TOKENS[:90], round_id=1))
+    second = await held.queue(_verify(TOKENS[:91], **key))
+    held.let_go()
+    with pytest.raises(StaleEpoch):
+        await first
+    answer = await second
+    assert answer.num_cached_tokens == 32  # the superseded call's first chunk
+    assert answer.choice_token_ids.tolist() == held.worker.greedy_continuation(TOKENS[:91], 1)
+    await held.close()
+
+
+async def test_an_older_call_is_refused_while_a_newer_one_runs(held):
+    first = await held.start(_verify(TOKENS[:20], round_id=5))
+    late = await held.queue(_verify(TOKENS[:19], round_id=4))
+    held.let_go()
+    with pytest.raises(StaleEpoch):
+        await late
+    await first
+
+
+async def test_a_cancelled_call_stops_and_leaves_its_kv_usable():
+    held = _Held(max_step_tokens=32)
+    first = await held.start(_verify(TOKENS[:90], round_id=1))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    held.let_go()
+    again = await held.verifier.verify(_verify(TOKENS[:90], round_id=1))
+    assert again.num_cached_tokens == 32
+    assert again.choice_token_ids.tolist() == held.worker.greedy_continuation(TOKENS[:90], 1)
+    assert len(held.worker.steps) == 3
+    await held.close()
+
+
+async def test_a_call_cancelled_before_it_is_admitted_never_runs(held):
+    first = await held.start(_verify(TOKENS[:20], session_id="a"))
+    second = await held.queue(_verify(TOKENS[:20], session_id="b"))
+    second.cancel()
+    held.let_go()
+    await first
+    await held.verifier.verify(_verify(TOKENS[:20], session_id="c"))
+    assert len(held.worker.steps) == 2
+    assert held.verifier.info().num_sessions == 2
+
+
+async def test_a_crash_fails_the_calls_of_its_step_and_the_engine_goes_on(held):
+    await held.verifier.verify(_verify(TOKENS[:20], session_id="a", round_id=1))
+    held.worker.fail_next = True
+    with pytest.raises(Internal):
+        await held.verifier.verify(_verify([*TOKENS[:20], 5], session_id="a", round_id=2, start=20))
+    assert held.verifier.info().num_sessions == 0
+    again = await held.verifier.verify(_verify([*TOKENS[:20], 5], session_id="a", round_id=2))
+    assert again.choice_token_ids.tolist() == held.worker.greedy_continuation([*TOKENS[:20], 5], 1)
+
+
+async def test_a_crash_spares_the_sessions_that_were_not_in_the_step(held):
+    await held.verifier.verify(_verify(TOKENS[:20], session_id="a", round_id=1))
+    held.worker.fail_next = True
+    with pytest.raises(Internal):
+        await held.verifier.verify(_verify(TOKENS[:30], session_id="b"))
+    spared = await held.verifier.verify(_verify([*TOKENS[:20], 5], session_id="a", round_id=2, start=20))
+    assert spared.num_cached_tokens == 20
+
+
+async def test_a_session_larger_than_the_pool_is_refused_by_name():
+    held = _Held(num_blocks=2)
+    with pytest.raises(ResourceExhausted) as refusal:
+        await held.verifier.verify(_verify(TOKENS[:33]))
+    assert refusal.value.reason == "KV_EXHAUSTED"
+    assert held.verifier.info().kv_usage == 0.0
+    await held.close()
+
+
+async def test_a_call_waits_for_the_blocks_of_one_that_runs():
+    held = _Held(num_blocks=4)
+    first = await held.start(_verify(TOKENS[:50], session_id="a"))
+    second = await held.queue(_verify([9, *TOKENS[:40]], session_id="b"))
+    held.let_go()
+    await first
+    assert (await second).kv_len == 41
+    await held.close()
+
+
+async def test_calls_of_many_sessions_that_arrive_together_share_a_step(held):
+    first = await held.start(_verify(TOKENS[:20], session_id="first"))
+    others = [await held.queue(_verify(TOKENS[index : index + 9], session_id=f"s{index}")) for index in range(8)]
+    held.let_go()
+    await asyncio.gather(first, *others)
+    assert [len(plan.slices) for plan in held.worker.steps] == [1, 8]
+
+
+async def test_a_released_session_in_flight_fails_its_call_and_frees_its_blocks(held):
+    first = await held.start(_verify(TOKENS[:20]))
+    release = asyncio.create_task(held.verifier.release(["s"]))
+    await asyncio.sleep(0)
+    held.let_go()
+    await release
+    # The step was under way and may have answered; either way nothing of the session is left.
+    assert held.verifier.info().num_sessions == 0
+    await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_closing_finishes_what_is_in_flight_and_refuses_what_is_new(held):
+    first = await held.start(_verify(TOKENS[:20], session_id="a"))
+    closing = asyncio.create_task(held.verifier.close())
+    await asyncio.sleep(0)
+    assert held.verifier.info().draining
+    with pytest.raises(Unavailable) as refusal:
+        await held.verifier.verify(_verify(TOKENS[:20], session_id="b"))
+    assert refusal.value.reason == "DRAINING"
+    held.let_go()
+    assert (await first).kv_len == 20
+    await closing
+    await held.verifier.close()
+    assert held.verifier.info().kv_usage == 0.0
+
+
+async def test_an_idle_engine_runs_no_steps(held):
+    await held.verifier.verify(_verify(TOKENS[:20]))
+    await held.verifier.release([])
+    assert len(held.worker.steps) == 1
