@@ -1,7 +1,7 @@
-"""The id-to-token map of a model: finding it, loading it, and the fingerprint by which services compare theirs.
+"""The id-to-token map of a checkpoint and its fingerprint, by which two replicas know they speak the same tokens.
 
-Not here: encoding and decoding (`coordinator.tokenizer`). Loads `PreTrainedTokenizerFast`, never `AutoTokenizer`,
-which would pull torch into the coordinator. Called by the engine's model adapter and by the coordinator's tokenizer.
+Not a tokenizer: it encodes nothing. It never goes through `AutoTokenizer`, which imports torch. Called by the engine's
+worker and by the coordinator's tokenizer.
 """
 
 from __future__ import annotations
@@ -11,91 +11,60 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdec.checkpoint import locate_checkpoint
 from specdec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TOKENIZER_FILE = "tokenizer.json"
-
-#: Seconds to wait for the model hub before a name that is not cached is given up.
-HUB_TIMEOUT_S = 10.0
-
 
 def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> str:
-    """Hashes the map so that two services can tell whether a token id means the same text to both.
-
-    Args:
-        token_to_id: every token, added and special ones included; the order does not matter.
-
-    Returns:
-        32 lower-case hexadecimal digits.
-    """
+    """Hash of a vocabulary: 32 hex digits, equal exactly when the maps are equal, whatever their order."""
     digest = hashlib.blake2b(digest_size=16)
     for token_id, token in sorted((token_id, token) for token, token_id in token_to_id.items()):
-        text = token.encode("utf-8", "surrogatepass")
-        digest.update(token_id.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text)
+        encoded = token.encode("utf-8", errors="surrogatepass")
+        digest.update(token_id.to_bytes(4, "little") + len(encoded).to_bytes(4, "little") + encoded)
     return digest.hexdigest()
 
 
 def vocabulary_size(token_to_id: Mapping[str, int]) -> int:
-    """Rows of the id-to-token map: the highest id plus one, so that every id below it may index a logit row."""
-    return max(token_to_id.values(), default=-1) + 1
+    """Rows of the id-to-token map: its largest id plus one (ids may have holes)."""
+    return max(token_to_id.values()) + 1
 
 
 def load_vocabulary(model: str | Path) -> dict[str, int]:
-    """Loads a model's token-to-id map, added tokens included.
+    """Reads a checkpoint's token-to-id map, added tokens included.
+
+    Args:
+        model: a checkpoint directory or a hub id.
 
     Raises:
-        InvalidRequest: `model` is neither a directory with a tokenizer nor a model the hub or its cache has.
+        InvalidRequest: as `load_tokenizer`.
     """
-    return load_tokenizer(model).get_vocab()  # type: ignore[no-any-return]
+    return load_tokenizer(model).get_vocab()
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
-    """Loads a model's fast tokenizer from a directory, the hub's cache or the hub.
+    """Reads a checkpoint's fast tokenizer, without torch.
+
+    Args:
+        model: a checkpoint directory or a hub id.
 
     Raises:
-        InvalidRequest: one sentence that names `model` and what is missing.
+        InvalidRequest: there is no such checkpoint, or it holds no readable `tokenizer.json`, or that one is empty.
     """
-    name = str(model)
-    if not name.strip():
-        raise InvalidRequest("the model's name is empty")
-    if Path(name).is_dir():
-        if not (Path(name) / TOKENIZER_FILE).is_file():
-            raise InvalidRequest(f"model directory {name!r} has no {TOKENIZER_FILE}")
-        return _from_pretrained(name, local_files_only=True)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InvalidRequest(f"model path {name!r} is not a directory")
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> PreTrainedTokenizerFast:
-    # The cache comes first and one probe comes before the rest: transformers asks for each of ten files with retries
-    # of its own, which turns a misspelt name on a machine without network into minutes of silence.
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        if isinstance(try_to_load_from_cache(name, TOKENIZER_FILE), str):
-            return _from_pretrained(name, local_files_only=True)
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-    except HFValidationError as error:
-        raise InvalidRequest(f"{name!r} is neither a model directory nor a model hub id") from error
-    except InvalidRequest:
-        raise
-    except Exception as error:  # the hub client lets its HTTP library's own errors through
-        raise InvalidRequest(
-            f"model {name!r} is not a directory, not in the hub's cache and not on the hub ({type(error).__name__})"
-        ) from error
-    return _from_pretrained(name, local_files_only=False)
-
-
-def _from_pretrained(name: str, *, local_files_only: bool) -> PreTrainedTokenizerFast:
+    directory = locate_checkpoint(model, tokenizer_only=True)
+    if not (directory / "tokenizer.json").is_file():
+        raise InvalidRequest(f"model {str(model)!r} has no tokenizer.json", field="model")
+    # Imported late: it takes about a second, which importing this module must not.
     from transformers import PreTrainedTokenizerFast
 
     try:
-        return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=local_files_only)
-    except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidRequest(f"the tokenizer of model {name!r} cannot be loaded: {reason}") from error
+        # Not tokenizers.Tokenizer: tokenizer_config.json may add special tokens that tokenizer.json lacks.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the Rust parser raises bare Exception
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidRequest(f"model {str(model)!r} has an unreadable tokenizer: {reason}", field="model") from error
+    if not tokenizer.get_vocab():
+        raise InvalidRequest(f"model {str(model)!r} has an empty vocabulary", field="model")
+    return tokenizer

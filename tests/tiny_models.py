@@ -124,8 +124,8 @@ ARCHITECTURES: tuple[str, ...] = (
     "phi",
 )
 
-#: `perturb` for a draft whose greedy choices agree with the unperturbed target's about two times in three (measured over
-#: 20 prompts of 128 tokens).
+#: `perturb` for a draft whose greedy choices agree with the unperturbed target's about two times in three (measured
+#: over 20 prompts of 128 tokens).
 DRAFT_PERTURBATION: dict[str, float] = dict.fromkeys(ARCHITECTURES, 0.015) | {
     "mixtral": 0.007,
     "opt": 0.02,

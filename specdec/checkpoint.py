@@ -1,0 +1,79 @@
+"""Where a checkpoint lies: a local directory, or a Hugging Face hub id brought here.
+
+Not a loader: it reads no weights and imports neither torch nor transformers. Called by `specdec.vocabulary` (tokenizer
+files alone) and `specdec.engine.hf_adapter` (everything).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from specdec.errors import InvalidRequest
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
+_MODEL_FILES = [*_TOKENIZER_FILES, "*.json", "*.safetensors"]
+
+# Weight files up to this size are hashed whole, larger ones by so many samples.
+_WHOLE_BYTES = 64 << 20
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 1 << 16
+
+
+def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Path:
+    """Returns the directory of a checkpoint.
+
+    Args:
+        model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached already
+            (`HF_HUB_OFFLINE=1` looks into the cache alone).
+        tokenizer_only: bring the tokenizer's files and nothing else.
+
+    Raises:
+        InvalidRequest: no such directory, and the hub cannot give it; one sentence.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    name = str(model)
+    if path.exists():
+        raise InvalidRequest(f"model {name!r} is a file; a checkpoint directory or a hub id is needed", field="model")
+    if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
+        raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
+    return _download(name, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    # Imported late: the hub client takes a third of a second to load, and local directories never need it.
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"model {hub_id!r} is neither a directory on this machine nor to be had from the Hugging Face hub "
+            f"({type(error).__name__})",
+            field="model",
+        ) from error
+
+
+def checkpoint_fingerprint(directory: Path) -> str:
+    """Hash of a checkpoint's configuration and weights: 32 hex digits.
+
+    Small weight files count whole; of large ones the size, the header and evenly spaced samples, so that a change of
+    a few numbers in the middle of a huge file may go unseen, another training run never.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update((directory / "config.json").read_bytes())
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        step = _SAMPLE_BYTES if size <= _WHOLE_BYTES else size // _NUM_SAMPLES
+        with path.open("rb") as file:
+            for offset in range(0, size, step):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,155 @@
+"""Attention over the paged cache, in the place of transformers' own.
+
+Registered with transformers under `ATTENTION_NAME`; a model whose configuration carries that name calls
+`paged_attention_forward` in every layer, with the step's `PagedContext` among its keyword arguments. Holds no state.
+Called by transformers' modules and by `engine.llama_stack`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from specdec.engine.batch import AttentionGroup, KvView, StepBatch
+from specdec.engine.kv_cache import KvCache, LayerKv
+
+ATTENTION_NAME = "specdec_paged"
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    paged_context: PagedContext | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention contract: query [1, H, T, D], key and value [1, KV, T, D] -> ([1, T, H, D], None)."""
+    if paged_context is None:
+        raise RuntimeError(f"{ATTENTION_NAME} attention was called outside a worker's step")
+    output = paged_context.attend_layer(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap,
+    )
+    return output.unsqueeze(0), None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """One step's attention: stores its keys and values, then attends group by group."""
+
+    batch: StepBatch
+    cache: KvCache
+    kind_of_layer: tuple[int, ...]
+    """Index into each group's `views`."""
+
+    def attend_layer(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of one layer for the step's T tokens, in the order of the flat batch.
+
+        Args:
+            layer_index: the layer.
+            query: [T, H, key_dim], positions already encoded.
+            key: [T, num_kv_heads, key_dim], likewise.
+            value: [T, num_kv_heads, value_dim].
+            scale: multiplies the scores.
+            softcap: bounds the scores to (-softcap, softcap) by tanh; None: unbounded.
+
+        Returns:
+            [T, H, value_dim].
+        """
+        layer = self.cache.layers[layer_index]
+        layer.write(self.batch.slots, key, value)
+        kind = self.kind_of_layer[layer_index]
+        outputs = []
+        for group in self.batch.groups:
+            rows = slice(group.first_row, group.first_row + group.num_rows)
+            view = group.views[kind]
+            if view is None:
+                outputs.append(_attend_causally(query[rows], key[rows], value[rows], scale))
+            else:
+                outputs.append(_attend_group(group, view, layer, query[rows], scale, softcap))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """A sequence from its first token on: its keys are all in this step."""
+    output = scaled_dot_product_attention(
+        query.transpose(0, 1).unsqueeze(0),  # [1, H, Q, D]
+        key.transpose(0, 1).unsqueeze(0),
+        value.transpose(0, 1).unsqueeze(0),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[0].transpose(0, 1)
+
+
+def _attend_group(
+    group: AttentionGroup,
+    view: KvView,
+    layer: LayerKv,
+    query: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """query [num_rows, H, key_dim] -> [num_rows, H, value_dim]."""
+    if view.block_ids is None:
+        keys, values = layer.view_run(view.run_start, view.length)  # [B, KV, L, D]
+    else:
+        keys, values = layer.read_blocks(view.block_ids, group.batch)
+    B, Q, KV = group.batch, group.num_queries, layer.shape.num_kv_heads
+    H, D = query.shape[1:]
+    if group.pad_index is not None:
+        query = query.index_select(0, group.pad_index)
+    # Heads that share keys become rows of one matrix: no copy of keys and values per head.
+    packed = query.reshape(B, Q, KV, H // KV, D).permute(0, 2, 1, 3, 4).reshape(B, KV, -1, D)  # [B, KV, Q * G, D]
+    if softcap is None:
+        output = scaled_dot_product_attention(packed, keys, values, attn_mask=view.mask, scale=scale)
+    else:
+        output = _softcapped_attention(packed, keys, values, view.mask, scale, softcap)
+    output = output.view(B, KV, Q, H // KV, -1).permute(0, 2, 1, 3, 4).reshape(B * Q, H, -1)
+    return output if group.unpad_index is None else output.index_select(0, group.unpad_index)
+
+
+def _softcapped_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    scores = (query @ keys.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores += mask
+    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """transformers builds no mask: `engine.batch` knows who sees whom."""
+
+
+def register_attention() -> None:
+    """Makes `ATTENTION_NAME` known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)

@@ -1,0 +1,199 @@
+"""Turns a Hugging Face decoder-only checkpoint, unchanged, into a worker.
+
+Loads the model with our attention in place of transformers', learns from a probe step what each layer caches and how
+it attends (no table of architectures), sizes the KV pool. Called by the services' entry points and by tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.engine.attention import ATTENTION_NAME, register_attention
+from specdec.engine.base import ModelShape
+from specdec.engine.kv_cache import KvCache, block_bytes
+from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
+from specdec.engine.model_runner import ModelRunner, TransformersForward
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.types import BLOCK_TOKENS
+from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
+_CPU_SESSIONS = 64
+_CPU_SESSION_TOKENS = 2048
+_CPU_POOL_BYTES = 1 << 30
+# What a CUDA pool takes of the memory that is free once the weights are loaded.
+_CUDA_FREE_SHARE = 0.9
+
+
+def load_worker(
+    model: str,
+    *,
+    device: str,
+    dtype: str,
+    kv_cache_bytes: int | None = None,
+    num_kv_blocks: int | None = None,
+    num_threads: int | None = None,
+) -> ModelRunner:
+    """Loads a checkpoint and its KV pool.
+
+    Args:
+        model: a checkpoint directory or a hub id.
+        device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
+        dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere.
+        kv_cache_bytes: bytes of the KV pool.
+        num_kv_blocks: blocks of the KV pool, instead.
+        num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
+
+    Raises:
+        InvalidRequest: no such checkpoint, device or dtype, or no room for a single block.
+        Unsupported: not a decoder-only model, or attention that cannot be replaced.
+    """
+    directory = locate_checkpoint(model)
+    torch_device = _device(device)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    config = _load_config(model, directory)
+    token_to_id = load_vocabulary(directory)
+    loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
+    layers = probe_layers(loaded)
+    loaded.set_attn_implementation(ATTENTION_NAME)
+    torch_dtype, shapes = loaded.dtype, [layer.shape for layer in layers]
+    context = _model_context(loaded.config)
+    blocks = _pool_blocks(block_bytes(shapes, torch_dtype), context, torch_device, kv_cache_bytes, num_kv_blocks)
+    shape = ModelShape(
+        vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
+        max_context_tokens=min(context, blocks * BLOCK_TOKENS),
+        eos_token_ids=_eos_token_ids(loaded),
+        model_fingerprint=checkpoint_fingerprint(directory),
+        vocabulary_fingerprint=vocabulary_fingerprint(token_to_id),
+        num_kv_blocks=blocks,
+        dtype=str(torch_dtype).removeprefix("torch."),
+        device=str(torch_device),
+    )
+    cache = KvCache(shapes, num_blocks=blocks, dtype=torch_dtype, device=torch_device)
+    kinds = [layer.kind for layer in layers]
+    return ModelRunner(TransformersForward(loaded), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequest(f"device {name!r} is unknown", field="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidRequest(f"device {name!r} is neither cpu nor cuda", field="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequest(f"device {name!r} is not present on this machine", field="device")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name == "int8":
+        raise Unsupported("dtype int8 is not available in this build", field="dtype")
+    if name not in _DTYPES:
+        raise InvalidRequest(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}", field="dtype")
+    return _DTYPES[name]
+
+
+def _load_config(model: str, directory: Path) -> PreTrainedConfig:
+    if not (directory / "config.json").is_file():
+        raise InvalidRequest(f"model {model!r} has no config.json", field="model")
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(
+            f"model {model!r} has an unreadable config.json: {_first_line(error)}", field="model"
+        ) from error
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other_layers:
+        raise Unsupported(f"model {model!r} has layers of type {', '.join(sorted(other_layers))}")
+    return config
+
+
+def _load_model(
+    model: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device
+) -> PreTrainedModel:
+    # Checked on the class: a model that ignores the switch would run its own attention, without our cache.
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
+    register_attention()
+    register_probe()
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True
+        )
+    except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
+        raise InvalidRequest(f"model {model!r} cannot be loaded: {_first_line(error)}", field="model") from error
+    if report["missing_keys"]:
+        name = min(report["missing_keys"])
+        raise InvalidRequest(f"model {model!r} lacks weights, {name} for one", field="model")
+    return loaded.to(device).eval()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _model_context(config: PreTrainedConfig) -> int:
+    """Positions the model was made for."""
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    if not context:
+        raise Unsupported(f"a model of type {config.model_type} does not say how many positions it has")
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    # Their frequencies change with the longest sequence of the batch: beyond the original context one session's
+    # length would change another's logits.
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return int(min(context, original or context))
+    return int(context)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _pool_blocks(
+    bytes_per_block: int,
+    context: int,
+    device: torch.device,
+    kv_cache_bytes: int | None,
+    num_kv_blocks: int | None,
+) -> int:
+    if num_kv_blocks is not None:
+        blocks = num_kv_blocks
+    elif kv_cache_bytes is not None:
+        blocks = kv_cache_bytes // bytes_per_block
+    elif device.type == "cuda":
+        blocks = int(torch.cuda.mem_get_info(device)[0] * _CUDA_FREE_SHARE) // bytes_per_block
+    else:
+        wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
+        # A model so wide that the cap holds no whole context still gets one.
+        blocks = max(
+            min(wanted, _CPU_POOL_BYTES // bytes_per_block), -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
+        )
+    if blocks < 1:
+        raise InvalidRequest(
+            f"the KV pool has no room for one block of {bytes_per_block} bytes", field="kv_cache_bytes"
+        )
+    return blocks
