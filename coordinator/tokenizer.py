@@ -61,7 +61,8 @@ class ServedTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens` belongs to a session's first text alone."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Not verbose: the context limit is checked against the whole session later, and refused by name.
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a whole conversation, the opening of the assistant's next turn included.
@@ -80,7 +81,11 @@ class ServedTokenizer:
             )
         try:
             token_ids: list[int] = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                tokenizer_kwargs={"verbose": False},
             )
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refuses messages: {error}", field="messages") from error

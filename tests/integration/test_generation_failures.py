@@ -262,7 +262,7 @@ async def test_resuming_beyond_the_output_is_data_loss() -> None:
     async with started_coordinator() as (_, coordinator):
         await coordinator.generate(request(session_id="s", max_new_tokens=6))
         asked = request(None, session_id="s", resume_from=7)
-        assert await failure(coordinator, asked) == ("DATA_LOSS", "SESSION_LOST", "")
+        assert await failure(coordinator, asked) == ("DATA_LOSS", "SESSION_LOST", "resume_from")
         whole = await coordinator.generate(request(None, session_id="s", resume_from=6))
         assert whole.token_ids == []
         assert whole.finished.usage.num_output_tokens == 6
