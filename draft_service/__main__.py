@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from draft_service.config import DraftSettings
+from specdec.checkpoint import locate_checkpoint
 from specdec.config import parse_settings
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics, MeteredWorker
@@ -47,6 +48,7 @@ async def _serve(settings: DraftSettings) -> None:
         if registry is not None:
             ending.push_async_callback(registry.close)
             await registry.replicas("draft")
+        locate_checkpoint(settings.model)
         engine = _load_engine(settings, replica_id, metrics)
 
         from draft_service.servicer import DraftServicer
@@ -71,9 +73,8 @@ async def _serve(settings: DraftSettings) -> None:
 
 def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetrics) -> Proposer:
     # torch takes seconds to import: not before the settings are known to be right.
-    from specdec.engine.hf_adapter import load_worker
-
     from draft_service.proposer import Proposer
+    from specdec.engine.hf_adapter import load_worker
 
     worker = load_worker(
         settings.model,

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specdec.checkpoint import locate_checkpoint
 from specdec.config import parse_settings
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics, MeteredWorker
@@ -47,6 +48,7 @@ async def _serve(settings: TargetSettings) -> None:
         if registry is not None:
             ending.push_async_callback(registry.close)
             await registry.replicas("target")
+        locate_checkpoint(settings.model)
         engine = _load_engine(settings, replica_id, metrics)
 
         from target_service.servicer import TargetServicer
@@ -72,7 +74,6 @@ async def _serve(settings: TargetSettings) -> None:
 def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Verifier:
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.hf_adapter import load_worker
-
     from target_service.verifier import Verifier
 
     worker = load_worker(

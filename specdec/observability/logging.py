@@ -67,9 +67,10 @@ def configure_logging(
     # Other libraries' chatter (one line per HTTP request, per compiled graph) is not ours to print below WARNING.
     for name in ("httpx", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-    # gRPC's C core writes lines of its own to stderr, such as one per connection that a peer closed. It reads this when
-    # its first object is made.
+    # Two more write to stderr past `logging`; each looks at its variable when first used. gRPC's C core tells of every
+    # connection that a peer closed, and the Hugging Face libraries draw progress bars.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _attach_ids(record: logging.LogRecord) -> bool:

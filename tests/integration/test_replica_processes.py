@@ -1,0 +1,163 @@
+"""Draft and target services as the processes users start: they serve, they register, they drain, they fail clearly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.request
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.core.chain import chain_hash
+from specdec.rpc.client import DraftLink, TargetLink
+from specdec.rpc.server import DRAFT_SERVICE
+from specdec.state.redis_store import open_registry
+from specdec.types import DrawRule, LawParams, ProposeRequest, Round, VerifyRequest
+from tests.redis_fixture import redis_server, redis_url
+from tests.tiny_models import build_tiny_model
+
+__all__ = ["redis_server", "redis_url"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model("llama", tmp_path_factory.mktemp("model"), num_layers=1)
+
+
+async def start(service: str, *flags: str) -> Process:
+    """Starts `python -m <service>` with nothing of specdec in its environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", service, "--num-threads", "1", *flags, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE
+    )
+
+
+async def listening_address(process: Process) -> str:
+    """Reads log lines until the one that names the bound address."""
+    assert process.stderr is not None
+    seen = []
+    while line := await process.stderr.readline():
+        seen.append(line.decode())
+        record = json.loads(line)
+        if record["message"] == "listening":
+            return str(record["address"])
+    pytest.fail(f"the service ended without listening:\n{''.join(seen)}")
+
+
+@asynccontextmanager
+async def running(service: str, *flags: str) -> AsyncIterator[tuple[Process, str]]:
+    process = await start(service, *flags)
+    try:
+        yield process, await listening_address(process)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await process.communicate()
+
+
+def first_round(session_id: str) -> Round:
+    token_ids = np.arange(5, 12, dtype=np.uint32)
+    return Round(
+        session_id=session_id,
+        epoch=1,
+        round_id=1,
+        start=0,
+        prefix_hash=chain_hash([]),
+        token_ids=token_ids,
+        law=LawParams(),
+        seed=1,
+        turn=1,
+        output_start=len(token_ids),
+        draw_rule=DrawRule.LAW,
+    )
+
+
+async def test_a_draft_and_a_target_process_serve_a_round_and_end_on_sigterm(model: Path) -> None:
+    common = ("--model", str(model), "--redis-url", "memory://", "--listen", "127.0.0.1:0")
+    async with running("draft_service", *common) as (draft, draft_address):
+        async with running("target_service", *common) as (target, target_address):
+            draft_link, target_link = DraftLink(draft_address), TargetLink(target_address)
+            asked = first_round("a")
+            proposal = (await draft_link.propose(ProposeRequest(asked, 4))).value
+            assert len(proposal.draft_token_ids) == 4
+            supports = tuple(support.token_ids for support in proposal.supports)
+            reply = await target_link.verify(VerifyRequest(asked, proposal.draft_token_ids, supports))
+            assert len(reply.value.rows) == 5
+            draft_info, target_info = await draft_link.info(), await target_link.info()
+            assert (draft_info.role, target_info.role) == ("draft", "target")
+            assert draft_info.vocabulary_fingerprint == target_info.vocabulary_fingerprint
+            assert draft_info.num_sessions == 1
+            await draft_link.release(["a"])
+            assert (await draft_link.info()).num_sessions == 0
+            async with grpc.aio.insecure_channel(draft_address) as channel:
+                request = health_pb2.HealthCheckRequest(service=DRAFT_SERVICE)
+                answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            await draft_link.close()
+            await target_link.close()
+        assert target.returncode == 0
+    assert draft.returncode == 0
+
+
+async def test_a_registered_process_can_be_found_and_leaves_when_it_drains(model: Path, redis_url: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics_address = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = ("--model", str(model), "--redis-url", redis_url, "--listen", "127.0.0.1:0", "--metrics", metrics_address)
+    registry = open_registry(redis_url)
+    async with running("draft_service", *flags, "--replica-id", "draft-x", "--pool", "small") as (process, address):
+        records = await registry.replicas("draft")
+        assert [(record.address, record.engine.replica_id, record.engine.pool) for record in records] == [
+            (address, "draft-x", "small")
+        ]
+        url = f"http://{metrics_address}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        assert "specdec:kv_cache_usage_perc" in text
+    assert process.returncode == 0
+    assert await registry.replicas("draft") == []
+    await registry.close()
+
+
+@pytest.mark.parametrize("service", ["draft_service", "target_service"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "/no/such/model", "--redis-url", "memory://"), "/no/such/model"),
+        (("--model", "unused", "--redis-url", "redis://127.0.0.1:1"), "redis://127.0.0.1:1"),
+    ],
+)
+async def test_what_cannot_start_says_why_in_one_line(service: str, flags: tuple[str, ...], words: str) -> None:
+    process = await start(service, "--listen", "127.0.0.1:0", *flags)
+    out, err = await process.communicate()
+    assert process.returncode == 1
+    assert out == b""
+    assert err.decode().startswith("error: ")
+    assert words in err.decode()
+    assert err.count(b"\n") == 1
+
+
+async def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        process = await start("draft_service", "--model", "unused", "--redis-url", "memory://", "--listen", address)
+        _, err = await process.communicate()
+    assert process.returncode == 1
+    assert err.decode() == (
+        f"error: UNAVAILABLE REPLICA_UNAVAILABLE: cannot listen on {address}: Address already in use\n"
+    )
