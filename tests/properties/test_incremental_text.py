@@ -24,6 +24,7 @@ SPECIAL = "<|end|>"
 KINDS = (
     "byte_level",
     "byte_level_in_sequence",
+    "byte_level_replaced",
     "metaspace",
     "byte_fallback",
     "byte_fallback_strip",
@@ -70,6 +71,8 @@ def _build(kind: str) -> PreTrainedTokenizerFast:
         decoder = decoders.ByteLevel()
         if kind == "byte_level_in_sequence":
             decoder = decoders.Sequence([decoders.Sequence([decoders.ByteLevel()])])
+        elif kind == "byte_level_replaced":
+            decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("a", "A")])
     elif kind == "metaspace":
         tokens, decoder = spaced, decoders.Metaspace()
     elif kind == "byte_fallback":
@@ -179,6 +182,14 @@ def test_an_output_stops_at_the_first_token_whose_text_holds_a_stop_string(kind:
     ]
     assert "".join(push.text for push in pushed) + detokenizer.finish() == expected_text
     assert sum(push.num_tokens_kept for push in pushed) == expected_kept
+
+
+def test_a_token_without_text_does_not_make_the_next_one_the_first() -> None:
+    tokenizer = served("byte_fallback_strip")[0]
+    vocabulary = served("byte_fallback_strip")[1].get_vocab()
+    token_ids = [vocabulary[token] for token in ("a", "~", "▁a")]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert [detokenizer.push([token_id]).text for token_id in token_ids] == ["a", "", " a"]
 
 
 @settings(max_examples=100, deadline=None)
