@@ -77,9 +77,26 @@ class PagedContext:
         Returns:
             [T, H, value_dim].
         """
+        self.cache.layers[layer_index].write(self.batch.slots, key, value)
+        return self._attend_groups(layer_index, query, key, value, scale, softcap)
+
+    def attend_rows(self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float) -> torch.Tensor:
+        """The same for keys and values that lie as the cache stores them, kv_rows [T, row_width]; no soft cap."""
         layer = self.cache.layers[layer_index]
-        layer.write(self.batch.slots, key, value)
-        kind = self.kind_of_layer[layer_index]
+        layer.write_rows(self.batch.slots, kv_rows)
+        key, value = layer.split(kv_rows.unsqueeze(0))
+        return self._attend_groups(layer_index, query, key[0].transpose(0, 1), value[0].transpose(0, 1), scale, None)
+
+    def _attend_groups(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        layer, kind = self.cache.layers[layer_index], self.kind_of_layer[layer_index]
         outputs = []
         for group in self.batch.groups:
             rows = slice(group.first_row, group.first_row + group.num_rows)

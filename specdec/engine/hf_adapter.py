@@ -17,7 +17,9 @@ from specdec.engine.attention import ATTENTION_NAME, register_attention
 from specdec.engine.base import ModelShape
 from specdec.engine.kv_cache import KvCache, block_bytes
 from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
-from specdec.engine.model_runner import ModelRunner, TransformersForward
+from specdec.engine.llama_stack import LlamaStack
+from specdec.engine.model_runner import ForwardPass, ModelRunner, TransformersForward
+from specdec.engine.projection import relayout_linears
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
@@ -79,7 +81,15 @@ def load_worker(
     )
     cache = KvCache(shapes, num_blocks=blocks, dtype=torch_dtype, device=torch_device)
     kinds = [layer.kind for layer in layers]
-    return ModelRunner(TransformersForward(loaded), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+    return ModelRunner(_forward_pass(loaded), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+
+
+def _forward_pass(model: PreTrainedModel) -> ForwardPass:
+    if LlamaStack.fits(model):
+        return LlamaStack(model)
+    if model.device.type == "cpu":
+        relayout_linears(model)
+    return TransformersForward(model)
 
 
 def _device(name: str) -> torch.device:

@@ -44,8 +44,11 @@ class LayerKv:
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores T tokens at `slots` (block id * BLOCK_TOKENS + offset); key and value are [T, num_kv_heads, dim]."""
-        row = torch.cat((key.flatten(1), value.flatten(1)), dim=1)  # [T, row_width]
-        self.rows.index_copy_(0, slots, row)
+        self.write_rows(slots, torch.cat((key.flatten(1), value.flatten(1)), dim=1))
+
+    def write_rows(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """The same for tokens whose keys and values lie as the pool stores them: rows [T, row_width]."""
+        self.rows.index_copy_(0, slots, rows)
 
     def read_blocks(self, block_ids: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies `block_ids` [batch * n] out; see `split` for what comes back."""

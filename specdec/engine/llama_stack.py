@@ -1,0 +1,112 @@
+"""A leaner forward pass for Llama-shaped models: the same arithmetic as transformers' modules in fewer operations.
+
+A step of a small model is bound by the number of operations, not by their size: queries, keys and values come from one
+projection, gate and up from another, residuals are added by the matrix product, and keys and values go to the cache as
+they lie. Not a model definition: everything is taken from a loaded model, and one that is not exactly of the expected
+shape stays with `TransformersForward`. Called by `engine.hf_adapter`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, rms_norm
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from specdec.engine.attention import PagedContext
+from specdec.engine.batch import StepBatch
+from specdec.engine.projection import Projection, fuse_linears
+
+_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+
+# An embedding that is also the head is kept a second time, laid out for multiplying, up to this size.
+_HEAD_COPY_BYTES = 64 << 20
+
+
+class LlamaStack:
+    """`engine.model_runner.ForwardPass` of a Llama, Mistral, Qwen 2 or Qwen 3 model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
+        inner = model.model
+        self._embedding = inner.embed_tokens.weight.detach()
+        self._rotary = inner.rotary_emb
+        self._norm = inner.norm
+        self._layers = []
+        for index in range(len(inner.layers)):
+            self._layers.append(_Layer(inner.layers[index], index))
+            inner.layers[index] = nn.Identity()
+        self._head = _head(model)
+
+    @staticmethod
+    def fits(model: PreTrainedModel) -> bool:
+        """Whether a model is of the shape this stack computes, to the last parameter."""
+        if type(model) not in _CLASSES:
+            return False
+        allowed = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.bias" for name in _LINEARS}
+        for layer in model.model.layers:
+            names = {".".join(name.split(".")[-2:]) for name, _ in layer.named_parameters()}
+            biased = {name for name in ("q_proj", "k_proj", "v_proj") if f"{name}.bias" in names}
+            if names - allowed or len(biased) not in (0, 3):
+                return False
+        return model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim
+
+    def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
+        hidden = embedding(batch.token_ids[0], self._embedding)  # [T, hidden]
+        cos, sin = self._rotary(hidden, batch.position_ids)  # [1, T, head_dim]
+        half = sin.shape[-1] // 2
+        # rotate_half(x) = (-x2, x1): the sign goes into the sines once a step instead of into x in every layer.
+        signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0].unsqueeze(1)  # [T, 1, head_dim]
+        cos = cos[0].unsqueeze(1)
+        for layer in self._layers:
+            hidden = layer(hidden, cos, signed_sin, context)
+        rows = hidden.index_select(0, batch.logit_rows)  # [R, hidden]
+        return self._head(rms_norm(rows, rows.shape[-1:], self._norm.weight, self._norm.variance_epsilon))
+
+
+class _Layer:
+    """One decoder layer."""
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index = index
+        self._head_dim = attention.head_dim
+        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
+        self._scaling = attention.scaling
+        self._attention_norm = layer.input_layernorm.weight.detach()
+        self._mlp_norm = layer.post_attention_layernorm.weight.detach()
+        self._eps = layer.input_layernorm.variance_epsilon
+        self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj))
+        self._output = Projection(attention.o_proj.weight, attention.o_proj.bias)
+        self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj))
+        self._down = Projection(mlp.down_proj.weight, mlp.down_proj.bias)
+        self._width = mlp.gate_proj.out_features
+        self._activation = mlp.act_fn
+        self._qk_norm = None
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            self._qk_norm = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
+
+    def __call__(
+        self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, context: PagedContext
+    ) -> torch.Tensor:
+        tokens, heads, kv_heads, dim = hidden.shape[0], self._num_heads, self._num_kv_heads, self._head_dim
+        qkv = self._qkv.forward(rms_norm(hidden, hidden.shape[-1:], self._attention_norm, self._eps))
+        qk = qkv[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
+        normed = qk if self._qk_norm is None else rms_norm(qk, (dim,), None, self._eps) * self._qk_norm
+        # In place: rotated keys and plain values then lie side by side, as the cache stores them.
+        torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin, out=qk)
+        attended = context.attend_rows(self._index, qk[:, :heads], qkv[:, heads * dim :], self._scaling)
+        hidden = self._output.add_to(hidden, attended.reshape(tokens, -1))
+        gate_up = self._gate_up.forward(rms_norm(hidden, hidden.shape[-1:], self._mlp_norm, self._eps))
+        gated = self._activation(gate_up[:, : self._width]) * gate_up[:, self._width :]
+        return self._down.add_to(hidden, gated)
+
+
+def _head(model: PreTrainedModel) -> Projection:
+    head = model.lm_head
+    tied = head.weight is model.model.embed_tokens.weight
+    return Projection(head.weight, head.bias, copy=not tied or head.weight.nbytes <= _HEAD_COPY_BYTES)
