@@ -36,8 +36,8 @@ class TableWorker:
             device="cpu",
         )
         self.steps: list[StepPlan] = []
-        self.fail_next = False
-        """The next step raises, after having written to its slots."""
+        self.fail_next: BaseException | None = None
+        """The next step raises this, after having written to its slots."""
         self.gate = threading.Event()
         """Cleared: a step waits in `execute` until it is set."""
         self.gate.set()
@@ -59,9 +59,9 @@ class TableWorker:
                     raise ValueError(f"slot {slot} is written twice in a step")
                 written.add(slot)
                 self._slots[slot] = token_id, part.start + offset
-        if self.fail_next:
-            self.fail_next = False
-            raise RuntimeError("the device failed, as it was told to")
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
         rows = [row for part in plan.slices for row in self._rows(part)]
         return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), self.shape.vocabulary_size))
 

@@ -52,7 +52,6 @@ def check_token_ids(token_ids: TokenIds, vocabulary_size: int, field: str) -> No
 
 def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
     """Digest of everything a request asks; two calls of one round with equal digests ask the same."""
-    is_propose = isinstance(request, ProposeRequest)
     asked = request.round
     law = asked.law
     scalars = (
@@ -63,10 +62,10 @@ def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
         sorted(law.logit_bias.items()),
         (law.min_new_tokens, law.end_token_ids),
         (asked.seed, asked.turn, asked.output_start, int(asked.draw_rule)),
-        request.gamma if is_propose else request.num_logprobs,
+        request.gamma if isinstance(request, ProposeRequest) else request.num_logprobs,
     )
     arrays = [asked.token_ids]
-    if not is_propose:
+    if isinstance(request, VerifyRequest):
         arrays += [request.draft_token_ids, *request.support_ids]
     digest = hashlib.blake2b(repr(scalars).encode(), digest_size=_DIGEST_BYTES)
     for array in arrays:

@@ -155,14 +155,28 @@ class EngineLoop:
     # Everything below runs on the device thread.
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while (commands := self._next_commands()) is not None:
-                for command in commands:
-                    command()
-                self._start_waiting()
-                if self._running:
-                    self._step()
-                self._deliver()
+        try:
+            with torch.inference_mode():
+                while (commands := self._next_commands()) is not None:
+                    for command in commands:
+                        command()
+                    self._start_waiting()
+                    if self._running:
+                        self._step()
+                    self._deliver()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """The thread's last act; jobs are left only when a fault of ours ends it, and nobody may wait for ever."""
+        with self._wake:
+            self._closing = True
+            commands, self._inbox = self._inbox, []
+        for command in commands:
+            command()
+        for job in list(self._jobs.values()):
+            self._remove(job, Internal("the engine's thread ended"))
+        self._deliver()
         self._sessions.release_all()
 
     def _next_commands(self) -> list[Callable[[], None]] | None:
@@ -186,9 +200,13 @@ class EngineLoop:
             self._outbox.append((waiter, error))
         except Exception:
             _log.exception("admission failed")
+            error = Internal("the engine failed to admit the call")
+            job = self._jobs.get(call.round.session_id)
+            if job is not None:
+                self._remove(job, error)
             if sequence is not None:
                 self._sessions.invalidate(sequence)
-            self._outbox.append((waiter, Internal("the engine failed to admit the call")))
+            self._outbox.append((waiter, error))
 
     def _admit_fenced(self, call: Call, waiter: _Waiter, arrival_s: float, sequence: Sequence) -> None:
         job = self._jobs.get(sequence.session_id)
@@ -254,12 +272,14 @@ class EngineLoop:
         logits = self._worker.execute(StepPlan(slices))
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
-            self._sessions.publish(job.sequence, job.call.round.committed_len)
         ready = [job for job in jobs if not job.num_pending]
         if ready:
             self._program.advance(ready, logits)
         if any(job.answer is None and not job.num_pending for job in ready):
             raise RuntimeError("the program neither finished a job nor went on with it")
+        # Last: on an accelerator, a failed pass may show only when its logits are read.
+        for job in jobs:
+            self._sessions.publish(job.sequence, job.call.round.committed_len)
 
     def _remove(self, job: Job, outcome: Any) -> None:
         """Takes a job out of the engine; `outcome`, an answer or an error, goes to everyone who waits for it."""

@@ -101,8 +101,9 @@ class Sequence:
         self.kv_len = self.num_published = 0
 
     def forget(self, blocks: BlockManager) -> None:
-        """Drops every token and block; what is known of rounds stays."""
+        """Drops every token, every block and the stored answer; the newest round's key stays."""
         self.truncate_to(0, blocks)
+        self.answer = None
 
     def hash_at(self, length: int) -> bytes:
         """Chain hash of the first `length` tokens; `length` is at most `len(self)`."""

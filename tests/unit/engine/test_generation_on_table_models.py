@@ -13,8 +13,8 @@ from target_service.verifier import Verifier
 from tests.round_driver import RoundDriver
 from tests.table_worker import TableWorker
 
-NUM_SESSIONS = 10
-NUM_TOKENS = 32
+NUM_SESSIONS = 8
+NUM_TOKENS = 20
 
 
 def _prompt(index: int) -> list[int]:

@@ -128,7 +128,7 @@ async def test_a_call_cancelled_before_it_is_admitted_never_runs(held):
 
 async def test_a_crash_fails_the_calls_of_its_step_and_the_engine_goes_on(held):
     await held.verifier.verify(_verify(TOKENS[:20], session_id="a", round_id=1))
-    held.worker.fail_next = True
+    held.worker.fail_next = RuntimeError("the device failed")
     with pytest.raises(Internal):
         await held.verifier.verify(_verify([*TOKENS[:20], 5], session_id="a", round_id=2, start=20))
     assert held.verifier.info().num_sessions == 0
@@ -138,7 +138,7 @@ async def test_a_crash_fails_the_calls_of_its_step_and_the_engine_goes_on(held):
 
 async def test_a_crash_spares_the_sessions_that_were_not_in_the_step(held):
     await held.verifier.verify(_verify(TOKENS[:20], session_id="a", round_id=1))
-    held.worker.fail_next = True
+    held.worker.fail_next = RuntimeError("the device failed")
     with pytest.raises(Internal):
         await held.verifier.verify(_verify(TOKENS[:30], session_id="b"))
     spared = await held.verifier.verify(_verify([*TOKENS[:20], 5], session_id="a", round_id=2, start=20))
@@ -196,6 +196,16 @@ async def test_closing_finishes_what_is_in_flight_and_refuses_what_is_new(held):
     await closing
     await held.verifier.close()
     assert held.verifier.info().kv_usage == 0.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_nobody_waits_for_ever_when_the_device_thread_itself_ends(held):
+    held.worker.fail_next = GeneratorExit("no ordinary error")
+    with pytest.raises(Internal):
+        await held.verifier.verify(_verify(TOKENS[:20]))
+    with pytest.raises(Unavailable):
+        await held.verifier.verify(_verify(TOKENS[:20]))
+    assert held.verifier.info().draining
 
 
 async def test_an_idle_engine_runs_no_steps(held):
