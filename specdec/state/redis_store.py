@@ -76,7 +76,6 @@ class RedisSessionStore:
         await self._run("release", lease.session_id, self._fence(lease))
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
-        """See `SessionStore.begin_request`. Raises SessionLost when the log holds fewer tokens than `keep`."""
         args = [*self._fence(lease), keep, pack_tokens(token_ids), *_request_fields(request)]
         answer = await self._run("begin_request", lease.session_id, args)
         _check_owned(answer, lease)
@@ -97,12 +96,6 @@ class RedisSessionStore:
         _check_log(answer, lease, commit.base_len)
 
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
-        """See `SessionStore.repair`. What the log holds beyond `base_len` is replaced; the next commit names its round.
-
-        Raises:
-            LeaseLost: the lease is not ours any more.
-            SessionLost: the log holds fewer tokens than `base_len`.
-        """
         answer = await self._run("repair", lease.session_id, [*self._fence(lease), base_len, pack_tokens(token_ids)])
         _check_owned(answer, lease)
         _check_log(answer, lease, base_len)

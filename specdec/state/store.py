@@ -98,6 +98,7 @@ class SessionStore(Protocol):
 
         Raises:
             LeaseLost: the lease is not ours any more.
+            SessionLost: the log holds fewer tokens than `keep` (the store lost writes).
         """
         ...
 
@@ -111,7 +112,14 @@ class SessionStore(Protocol):
         ...
 
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
-        """After the store lost writes: a live owner appends its tail again at `base_len`. Raises LeaseLost."""
+        """After the store lost writes: a live owner appends its tail again at `base_len`.
+
+        What the log holds beyond `base_len` is replaced, and the next commit may name a later round than the store knows.
+
+        Raises:
+            LeaseLost: the lease is not ours any more.
+            SessionLost: the log holds fewer tokens than `base_len`.
+        """
         ...
 
     async def load(self, session_id: str) -> SessionRecord | None:
