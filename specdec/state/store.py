@@ -114,7 +114,7 @@ class SessionStore(Protocol):
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
         """After the store lost writes: a live owner appends its tail again at `base_len`.
 
-        What the log holds beyond `base_len` is replaced, and the next commit may name a later round than the store knows.
+        What the log holds beyond `base_len` is replaced; the next commit may name a later round than is stored.
 
         Raises:
             LeaseLost: the lease is not ours any more.
