@@ -1,0 +1,100 @@
+"""How often drafts are accepted: a silent loss of acceptance is a fault that no text would show.
+
+Draft = target must accept everything, greedy and coupled; at T = 1 exactly the mass its supports cover. Also after the
+draft service was restarted in the middle, which must not leave a hole in its KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.client import Client, Completion
+from specdec.core.filters import filtered_law
+from specdec.core.sparse import cut_support, default_s_max
+from specdec.types import LawParams, TokenSource
+from tests.stack import Stack
+
+NUM_REQUESTS = 10
+NUM_TOKENS = 200
+GAMMA = 4
+#: Two-sided standard normal: the T = 1 test is a false alarm once in 15,000 runs; its seeds are fixed.
+Z = 4.0
+
+
+def tested_positions(completion: Completion) -> list[int]:
+    """Output indices at which a draft token was tested."""
+    tested = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
+    return [index for index, detail in enumerate(completion.details) if detail.source in tested]
+
+
+def covered_mass(model: torch.nn.Module, prompt: Sequence[int], completion: Completion) -> list[float]:
+    """p(S) at each tested position, from Hugging Face's logits: with draft = target, the chance of acceptance."""
+    ids = [*prompt, *completion.token_ids]
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0].numpy()
+    masses = []
+    for index in tested_positions(completion):
+        position = len(prompt) + index
+        law = filtered_law(logits[position - 1], LawParams(), np.array(ids[:position], np.uint32), len(prompt))
+        _, lost_mass = cut_support(law, default_s_max(len(law)))
+        masses.append(1.0 - lost_mass)
+    return masses
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_a_draft_that_is_the_target_is_accepted_also_after_a_restart(llama_pair: tuple[Path, Path], mode: str) -> None:
+    target, _ = llama_pair
+    options: dict[str, Any] = {"mode": "rejection" if mode == "greedy" else mode}
+    options["temperature"] = 0.0 if mode == "greedy" else 1.0
+    prompts = [np.random.default_rng(index).integers(2, 256, 20 + 7 * index).tolist() for index in range(NUM_REQUESTS)]
+    completions = []
+    with (
+        Stack(target, target, coordinator_arguments=("--draft-timeout-s", "none")) as stack,
+        Client(stack.endpoint) as client,
+    ):
+        for index, prompt in enumerate(prompts):
+            stream = client.generate(
+                prompt_token_ids=prompt, max_new_tokens=NUM_TOKENS, gamma=GAMMA, seed=index, ignore_eos=True,
+                provenance=True, stream=True, **options,
+            )  # fmt: skip
+            if index == NUM_REQUESTS // 2:
+                next(stream)
+                stack.kill("draft")
+                next(stream)
+                stack.restart("draft")
+            completions.append(stream.result())
+    sources = [detail.source for completion in completions for detail in completion.details]
+    num_accepted = sources.count(TokenSource.ACCEPTED)
+    num_tested = num_accepted + sources.count(TokenSource.CORRECTED)
+    alpha = num_accepted / num_tested
+    print(f"{mode}: alpha {alpha:.4f} over {num_tested} tested tokens, {sources.count(TokenSource.TARGET)} target-only")
+    assert num_tested > 0.7 * NUM_REQUESTS * NUM_TOKENS * GAMMA / (GAMMA + 1)
+    if mode != "rejection":
+        assert alpha >= 1.0 - 1e-3
+        return
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    masses = [
+        mass
+        for prompt, completion in zip(prompts, completions, strict=True)
+        for mass in covered_mass(model, prompt, completion)
+    ]
+    deviation = np.sqrt(sum(mass * (1.0 - mass) for mass in masses)) / len(masses)
+    print(f"mean p(S) {np.mean(masses):.4f}, z = {(alpha - np.mean(masses)) / deviation:.2f}")
+    assert abs(alpha - np.mean(masses)) < Z * deviation
+
+
+def test_a_perturbed_draft_would_be_noticed(llama_pair: tuple[Path, Path]) -> None:
+    """Negative control: the perturbed copy is not accepted as often as the target itself."""
+    with Stack(*llama_pair) as stack, Client(stack.endpoint) as client:
+        completion = client.generate(
+            prompt_token_ids=[5, 6, 7], max_new_tokens=NUM_TOKENS, gamma=GAMMA, temperature=0.0, provenance=True
+        )
+    sources = [detail.source for detail in completion.details]
+    assert sources.count(TokenSource.CORRECTED) > 5
