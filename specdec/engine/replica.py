@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from specdec import __version__
+import specdec
 from specdec.engine.base import Worker
 from specdec.engine.job import Program
 from specdec.engine.loop import EngineLoop
@@ -58,7 +58,7 @@ class ReplicaEngine:
         """What this replica is, with its load now."""
         load = self._engine_loop.load()
         return EngineInfo(
-            version=__version__,
+            version=specdec.__version__,
             role=self.role,
             pool=self._options.pool,
             replica_id=self._options.replica_id,
