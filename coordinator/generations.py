@@ -7,6 +7,7 @@ generation's life (`session`), what the store holds of it (`recovery`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import defaultdict
@@ -35,10 +36,12 @@ from coordinator.round import RoundRunner, RoundSetting
 from coordinator.session import Generation, GenerationParts, OutputStream, Subscription
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.tokens import SessionTokens
-from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionBusy, Unavailable
+from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
 from specdec.types import Mode, TokenIds
+
+_log = logging.getLogger(__name__)
 
 #: Pause between attempts to take over a session whose owner may be dead.
 _TAKEOVER_PAUSE_S = 0.1
@@ -203,7 +206,9 @@ class Generations:
             digest=request.digest,
             turn=record.request.turn + 1 if record and record.request else 0,
             output_start=prompt.num_tokens,
-            parameters=RequestParameters(sampling, replace(request.speculation, draft_pool=draft_pool)),
+            parameters=RequestParameters(
+                sampling, replace(request.speculation, draft_pool=draft_pool), self._pools.target_info.model_fingerprint
+            ),
         )
         lease = await self._acquire(session_id, create=record is None)
         try:
@@ -265,6 +270,7 @@ class Generations:
         sampling, speculation = parameters.sampling, parameters.speculation
         replicas = self._placement.session(identity.session_id)
         replicas.draft_pool = speculation.draft_pool
+        replicas.target_fingerprint = parameters.target_fingerprint
         replicas.settle(beginning.agreed_len, assumed_len=0 if beginning.is_new_session else beginning.agreed_len)
         setting = RoundSetting(
             session_id=identity.session_id,
@@ -330,8 +336,12 @@ class Generations:
             await asyncio.sleep(_TAKEOVER_PAUSE_S)
 
     async def _give_back(self, lease: Lease, session_id: str, *, is_new: bool) -> None:
-        await self._store.release(lease)
-        await self._forget_if(is_new, session_id)
+        """Undoes an admission that failed. What cannot be undone now expires by itself."""
+        try:
+            await self._store.release(lease)
+            await self._forget_if(is_new, session_id)
+        except SpecdecError as error:
+            _log.warning("giving back the lease of session %s failed: %s", session_id, error)
 
     async def _forget_if(self, is_new: bool, session_id: str) -> None:
         """A session made by a request that failed before its first token is of no use to anybody."""

@@ -34,10 +34,12 @@ class SessionReplicas:
 
     Attributes:
         draft_pool: name of the draft pool the session is routed to, or "" when there is none.
+        target_fingerprint: of the only model that may serve as its target.
     """
 
     def __init__(self, session_id: str, pools: ReplicaPools) -> None:
         self.draft_pool = ""
+        self.target_fingerprint = ""
         self._session_id = session_id
         self._pools = pools
         self._target: Replica | None = None
@@ -49,19 +51,28 @@ class SessionReplicas:
         """The session's target replica.
 
         Raises:
-            Unavailable: no target replica lives outside `excluded`.
+            Unavailable: no target replica of the session's model lives outside `excluded`.
         """
-        if self._target is None or not self._target.is_alive or self._target in excluded:
-            candidates = [replica for replica in self._pools.targets() if replica not in excluded]
-            self._target = choose_replica(self._session_id, candidates)
+        if self._target is None or not self._fits(self._target, excluded):
+            self._target = choose_replica(
+                self._session_id, [replica for replica in self._pools.targets() if self._fits(replica, excluded)]
+            )
             if self._target is None:
-                raise Unavailable("no target replica can be reached")
+                raise Unavailable("no target replica that serves the session's model can be reached")
             self._target.note_new_session()
         return self._target
 
     def has_target(self, excluded: Collection[Replica]) -> bool:
         """Whether `target` would find one."""
-        return any(replica.takes_sessions for replica in self._pools.targets() if replica not in excluded)
+        return any(replica.takes_sessions and self._fits(replica, excluded) for replica in self._pools.targets())
+
+    def _fits(self, replica: Replica, excluded: Collection[Replica]) -> bool:
+        return (
+            replica.is_alive
+            and replica.info is not None
+            and replica.info.model_fingerprint == self.target_fingerprint
+            and replica not in excluded
+        )
 
     def draft(self) -> Replica | None:
         """The session's draft replica; None when its pool has none alive."""

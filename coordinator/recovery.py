@@ -106,7 +106,13 @@ def encode_parameters(parameters: RequestParameters) -> str:
     # Keys of JSON objects are strings, so the bias travels as pairs.
     law = asdict(replace(sampling.law, logit_bias={})) | {"logit_bias": list(sampling.law.logit_bias.items())}
     flat = asdict(replace(sampling, law=LawParams(logit_bias={})))
-    return json.dumps({"sampling": flat | {"law": law}, "speculation": asdict(parameters.speculation)})
+    return json.dumps(
+        {
+            "sampling": flat | {"law": law},
+            "speculation": asdict(parameters.speculation),
+            "target_fingerprint": parameters.target_fingerprint,
+        }
+    )
 
 
 def decode_parameters(text: str) -> RequestParameters:
@@ -123,7 +129,7 @@ def decode_parameters(text: str) -> RequestParameters:
         "stop_token_ids": tuple(sampling["stop_token_ids"]),
     }
     speculation |= {"mode": Mode(speculation["mode"])}
-    return RequestParameters(SamplingParams(**sampling), SpeculationChoice(**speculation))
+    return RequestParameters(SamplingParams(**sampling), SpeculationChoice(**speculation), fields["target_fingerprint"])
 
 
 def encode_stats(stats: GenerationStats) -> str:

@@ -66,6 +66,8 @@ class RequestParameters:
     """Resolved: `max_new_tokens` above 0 and within the context, the seed drawn."""
     speculation: SpeculationChoice
     """Resolved: `draft_pool` is the pool routed to, or "" where there is none."""
+    target_fingerprint: str
+    """Of the target model: no failover and no resumption may change it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ from typing import IO, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.v1.coordinator_pb2 import GetInfoRequest
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.02
@@ -147,6 +150,7 @@ class Stack:
                 part.start(self._environ)
             for part in self.parts.values():
                 self.wait_serving(part.name)
+            self._wait_connected()
         except BaseException:
             self.stop()
             raise
@@ -165,6 +169,17 @@ class Stack:
             if not part.is_alive or time.monotonic() > deadline:
                 raise AssertionError(f"{name} does not serve:\n{part.log}")
             time.sleep(_POLL_S)
+
+    def _wait_connected(self) -> None:
+        """Waits until every coordinator is connected to every replica."""
+        num_replicas = sum(part.module != "coordinator" for part in self.parts.values())
+        for part in self.parts.values():
+            if part.module != "coordinator":
+                continue
+            with grpc.insecure_channel(part.address) as channel:
+                stub = CoordinatorServiceStub(channel)
+                while sum(len(pool.replicas) for pool in stub.GetInfo(GetInfoRequest()).pools) < num_replicas:
+                    time.sleep(_POLL_S)
 
     def kill(self, name: str) -> None:
         """Ends a part at once, as a crash would."""

@@ -1,0 +1,139 @@
+"""A session stays with its replica while it lives, and is only ever sent what a replica may lack."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from coordinator.placement import Placement, SessionReplicas, choose_replica
+from coordinator.pool import DRAFT, TARGET, Replica, ReplicaPools
+from specdec.errors import NotFound, Unavailable
+from specdec.types import EngineInfo
+from tests.coordinator_rig import Rig
+
+
+def make_replica(address: str, *, num_sessions: int = 0, draining: bool = False, role: str = TARGET) -> Replica:
+    replica = Replica(role, address)
+    replica.info = EngineInfo(
+        version="0",
+        role=role,
+        pool="default",
+        replica_id=address,
+        model="m",
+        model_fingerprint="m",
+        vocabulary_fingerprint="v",
+        vocabulary_size=10,
+        max_context_tokens=100,
+        eos_token_ids=(1,),
+        max_gamma=4,
+        num_kv_blocks=1,
+        kv_block_tokens=16,
+        kv_usage=0.0,
+        num_sessions=num_sessions,
+        draining=draining,
+        dtype="float32",
+        device="cpu",
+    )
+    replica.is_alive = True
+    return replica
+
+
+def test_the_less_loaded_of_two_takes_a_new_session() -> None:
+    busy, idle = make_replica("a:1", num_sessions=9), make_replica("b:1")
+    assert all(choose_replica(f"s{index}", [busy, idle]) is idle for index in range(20))
+
+
+def test_sessions_spread_over_many_equal_replicas() -> None:
+    replicas = [make_replica(f"{name}:1") for name in "abcdefgh"]
+    for index in range(400):
+        chosen = choose_replica(f"session-{index}", replicas)
+        assert chosen is not None
+        chosen.note_new_session()
+    loads = [replica.load for replica in replicas]
+    assert max(loads) - min(loads) <= 8
+
+
+def test_dead_and_draining_replicas_take_no_new_session() -> None:
+    dead, draining = make_replica("a:1"), make_replica("b:1", draining=True)
+    dead.fail(Unavailable("gone"))
+    assert choose_replica("s", [dead, draining]) is None
+    living = make_replica("c:1")
+    assert choose_replica("s", [dead, draining, living]) is living
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with Rig(targets=3, drafts=2) as rig:
+        yield rig
+
+
+async def connect(rig: Rig) -> ReplicaPools:
+    pools = ReplicaPools("table", static_endpoints=[(service.role, service.address) for service in rig.services])
+    await pools.poll()
+    return pools
+
+
+async def test_a_session_sticks_until_its_replica_fails(rig: Rig) -> None:
+    pools = await connect(rig)
+    replicas = SessionReplicas("s", pools)
+    replicas.target_fingerprint = "table-0"
+    first = replicas.target()
+    assert {replicas.target() for _ in range(5)} == {first}
+    first.fail(Unavailable("gone"))
+    second = replicas.target()
+    assert second is not first
+    assert replicas.target([second]) is not second
+    with pytest.raises(Unavailable):
+        replicas.target(pools.targets())
+    await pools.close()
+
+
+async def test_no_failover_changes_the_sessions_model(rig: Rig) -> None:
+    pools = await connect(rig)
+    replicas = SessionReplicas("s", pools)
+    replicas.target_fingerprint = "another"
+    with pytest.raises(Unavailable, match="no target replica that serves the session's model"):
+        replicas.target()
+    assert not replicas.has_target(())
+    await pools.close()
+
+
+async def test_an_unknown_pool_is_refused_and_an_unnamed_one_is_routed(rig: Rig) -> None:
+    pools = await connect(rig)
+    assert pools.route_draft("") == "default"
+    with pytest.raises(NotFound) as caught:
+        pools.route_draft("nowhere")
+    assert caught.value.reason == "POOL_NOT_FOUND"
+    for replica in pools.drafts("default"):
+        replica.fail(Unavailable("gone"))
+    assert pools.route_draft("default") == "default"
+    await pools.close()
+
+
+def test_only_what_a_replica_may_lack_is_sent() -> None:
+    replicas, replica = SessionReplicas("s", ReplicaPools("v")), make_replica("a:1")
+    assert replicas.start_for(replica, 10) == 0
+    replicas.learn(replica, 8)
+    assert replicas.start_for(replica, 10) == 8
+    assert replicas.start_for(replica, 8) == 7
+    replicas.settle(6)
+    assert replicas.start_for(replica, 10) == 6
+    assert replicas.start_for(make_replica("b:1"), 10) == 0
+    replicas.settle(10, assumed_len=9)
+    assert replicas.start_for(make_replica("b:1"), 10) == 9
+
+
+def test_the_sessions_seen_longest_ago_are_forgotten_first() -> None:
+    placement = Placement(ReplicaPools("v"), capacity=2)
+    first = placement.session("a")
+    placement.session("b")
+    assert placement.session("a") is first
+    placement.session("c")
+    assert placement.session("a") is first
+    placement.forget("a")
+    assert placement.session("a") is not first
+
+
+def test_roles_keep_their_own_replicas() -> None:
+    assert make_replica("a:1", role=DRAFT).role == DRAFT

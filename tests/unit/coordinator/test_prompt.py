@@ -1,0 +1,89 @@
+"""A turn's tokens against what the session holds, and how long its output may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.prompt import Prompt, encode_prompt, resolve_sampling
+from coordinator.requests import ChatTurn, GenerationRequest, SpeculationChoice
+from coordinator.tokenizer import ServedTokenizer
+from specdec.errors import InvalidRequest
+from specdec.types import Mode, SamplingParams
+from tests.coordinator_rig import write_tokenizer
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w2"
+NOTHING = np.empty(0, np.uint32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ServedTokenizer:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory, CHAT_TEMPLATE)
+    return ServedTokenizer(directory)
+
+
+def ask(*, max_new_tokens: int = 0, seed: int | None = None, **input_: object) -> GenerationRequest:
+    return GenerationRequest(
+        session_id="s",
+        request_id="r",
+        digest="",
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, seed=seed or 0),
+        is_seeded=seed is not None,
+        speculation=SpeculationChoice(Mode.REJECTION, None, ""),
+        **input_,
+    )
+
+
+def chat(*contents: str) -> tuple[ChatTurn, ...]:
+    return tuple(ChatTurn(f"w{10 + index}", content) for index, content in enumerate(contents))
+
+
+def test_text_and_ids_are_appended_to_the_session(tokenizer: ServedTokenizer) -> None:
+    held = np.array([7, 8], np.uint32)
+    for asked in (ask(text="w5 w6"), ask(token_ids=np.array([5, 6], np.uint32))):
+        prompt = encode_prompt(asked, held, tokenizer)
+        assert (prompt.keep, prompt.new_token_ids.tolist()) == (2, [5, 6])
+
+
+def test_a_conversation_keeps_its_longest_common_prefix_with_the_session(tokenizer: ServedTokenizer) -> None:
+    first = encode_prompt(ask(messages=chat("w5")), NOTHING, tokenizer)
+    assert (first.keep, first.new_token_ids.tolist()) == (0, [10, 5, 2])
+    held = np.array([10, 5, 2, 9, 9], np.uint32)
+    edited = encode_prompt(ask(messages=chat("w5", "w6")), held, tokenizer)
+    assert (edited.keep, edited.new_token_ids.tolist()) == (2, [11, 6, 2])
+    same = encode_prompt(ask(messages=chat("w5")), held, tokenizer)
+    assert (same.keep, same.new_token_ids.tolist()) == (3, [])
+
+
+def test_text_without_a_token_is_an_empty_prompt(tokenizer: ServedTokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="prompt must not be empty"):
+        encode_prompt(ask(text="  "), NOTHING, tokenizer)
+
+
+def prompt_of(num_tokens: int) -> Prompt:
+    return Prompt(0, np.zeros(num_tokens, np.uint32), "prompt")
+
+
+def test_the_default_length_is_clipped_to_the_context_and_a_named_one_is_not() -> None:
+    assert resolve_sampling(ask(), prompt_of(10), 1000).max_new_tokens == 256
+    assert resolve_sampling(ask(), prompt_of(10), 40).max_new_tokens == 30
+    assert resolve_sampling(ask(max_new_tokens=30), prompt_of(10), 40).max_new_tokens == 30
+    with pytest.raises(InvalidRequest, match=r"sampling.max_new_tokens must be at most 30 .* 40, got 31") as caught:
+        resolve_sampling(ask(max_new_tokens=31), prompt_of(10), 40)
+    assert (caught.value.reason, caught.value.field) == ("CONTEXT_TOO_LONG", "sampling.max_new_tokens")
+
+
+def test_a_prompt_that_fills_the_context_is_refused_by_its_own_name() -> None:
+    assert resolve_sampling(ask(), prompt_of(39), 40).max_new_tokens == 1
+    with pytest.raises(InvalidRequest, match="prompt must leave room") as caught:
+        resolve_sampling(ask(), prompt_of(40), 40)
+    assert (caught.value.reason, caught.value.field) == ("CONTEXT_TOO_LONG", "prompt")
+
+
+def test_a_seed_is_kept_or_drawn() -> None:
+    assert resolve_sampling(ask(seed=0), prompt_of(1), 40).seed == 0
+    drawn = {resolve_sampling(ask(), prompt_of(1), 40).seed for _ in range(8)}
+    assert len(drawn) == 8
