@@ -13,8 +13,10 @@ Not here: what is served, signals, when to drain (`__main__`).
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -53,7 +55,7 @@ class ServiceServer:
         self._listen = listen
         self._health_address = health_address
         self._service_names = tuple(service_names)
-        self._health = health.aio.HealthServicer()
+        self._health = _EndingHealthServicer()
         options = (
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -103,6 +105,7 @@ class ServiceServer:
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING for good, refuses new calls, gives calls in flight `grace_s`, then cancels them."""
         await self._health.enter_graceful_shutdown()
+        self._health.end_watches()
         await self.grpc_server.stop(grace_s)
         if self._health_server is not None:
             await self._health_server.stop(None)
@@ -110,6 +113,28 @@ class ServiceServer:
     async def _set_health(self, value: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for name in ("", *self._service_names):
             await self._health.set(name, value)
+
+
+class _EndingHealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
+    """Health whose watchers are sent away when the server stops, instead of holding it up for the whole grace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = asyncio.Event()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
+        watch = asyncio.ensure_future(super().Watch(request, context))
+        ended = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
+        finally:
+            for task in (watch, ended):
+                task.cancel()
+
+    def end_watches(self) -> None:
+        self._ended.set()
 
 
 def require_free(address: str) -> None:

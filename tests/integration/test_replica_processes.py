@@ -11,7 +11,7 @@ import sys
 import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -88,29 +88,31 @@ def first_round(session_id: str) -> Round:
 
 async def test_a_draft_and_a_target_process_serve_a_round_and_end_on_sigterm(model: Path) -> None:
     common = ("--model", str(model), "--redis-url", "memory://", "--listen", "127.0.0.1:0")
-    async with running("draft_service", *common) as (draft, draft_address):
-        async with running("target_service", *common) as (target, target_address):
-            draft_link, target_link = DraftLink(draft_address), TargetLink(target_address)
-            asked = first_round("a")
-            proposal = (await draft_link.propose(ProposeRequest(asked, 4))).value
-            assert len(proposal.draft_token_ids) == 4
-            supports = tuple(support.token_ids for support in proposal.supports)
-            reply = await target_link.verify(VerifyRequest(asked, proposal.draft_token_ids, supports))
-            assert len(reply.value.rows) == 5
-            draft_info, target_info = await draft_link.info(), await target_link.info()
-            assert (draft_info.role, target_info.role) == ("draft", "target")
-            assert draft_info.vocabulary_fingerprint == target_info.vocabulary_fingerprint
-            assert draft_info.num_sessions == 1
-            await draft_link.release(["a"])
-            assert (await draft_link.info()).num_sessions == 0
-            async with grpc.aio.insecure_channel(draft_address) as channel:
-                request = health_pb2.HealthCheckRequest(service=DRAFT_SERVICE)
-                answer = await health_pb2_grpc.HealthStub(channel).Check(request)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            await draft_link.close()
-            await target_link.close()
-        assert target.returncode == 0
-    assert draft.returncode == 0
+    async with AsyncExitStack() as services:
+        # Starting takes longest; both at once.
+        (draft, draft_address), (target, target_address) = await asyncio.gather(
+            *(services.enter_async_context(running(name, *common)) for name in ("draft_service", "target_service"))
+        )
+        draft_link, target_link = DraftLink(draft_address), TargetLink(target_address)
+        asked = first_round("a")
+        proposal = (await draft_link.propose(ProposeRequest(asked, 4))).value
+        assert len(proposal.draft_token_ids) == 4
+        supports = tuple(support.token_ids for support in proposal.supports)
+        reply = await target_link.verify(VerifyRequest(asked, proposal.draft_token_ids, supports))
+        assert len(reply.value.rows) == 5
+        draft_info, target_info = await draft_link.info(), await target_link.info()
+        assert (draft_info.role, target_info.role) == ("draft", "target")
+        assert draft_info.vocabulary_fingerprint == target_info.vocabulary_fingerprint
+        assert draft_info.num_sessions == 1
+        await draft_link.release(["a"])
+        assert (await draft_link.info()).num_sessions == 0
+        async with grpc.aio.insecure_channel(draft_address) as channel:
+            request = health_pb2.HealthCheckRequest(service=DRAFT_SERVICE)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        await draft_link.close()
+        await target_link.close()
+    assert (draft.returncode, target.returncode) == (0, 0)
 
 
 async def test_a_registered_process_can_be_found_and_leaves_when_it_drains(model: Path, redis_url: str) -> None:

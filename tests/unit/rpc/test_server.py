@@ -139,6 +139,17 @@ async def test_health_says_serving_only_between_warm_up_and_drain() -> None:
         assert await statuses() == {health_pb2.HealthCheckResponse.NOT_SERVING}
 
 
+async def test_a_watcher_hears_of_the_drain_and_does_not_hold_it_up() -> None:
+    async with serving(nothing) as (server, _, _), grpc.aio.insecure_channel(server.address) as channel:
+        await server.set_serving()
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await server.set_not_serving()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.stop(60)  # well before its grace
+        assert await watch.read() is grpc.aio.EOF
+
+
 async def test_the_health_port_answers_health_and_nothing_else() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
