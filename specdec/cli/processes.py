@@ -26,8 +26,8 @@ def free_ports(count: int) -> list[int]:
 class Child:
     """One service as a child process.
 
-    What it writes is read line by line: JSON log records below warning are dropped, everything else is passed on to
-    stderr once `relay()` was called and kept until then, so that a failed start can be told in one line.
+    What it writes is read line by line and JSON log records below warning are dropped. Until `relay()` the rest is
+    held back, so that a failed start can be told in one line; from then on it goes to stderr.
     """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -63,16 +63,18 @@ class Child:
         return f"exit code {self._process.returncode}"
 
     def relay(self) -> None:
-        """From now on passes its lines to stderr, those held back first."""
+        """It has started: what it says from now on matters, the chatter of loading (progress bars) does not."""
         with self._lock:
             self._relaying = True
-            for line in self._held:
-                self._pass_on(line)
             self._held.clear()
 
-    def stop(self) -> None:
-        """Asks it to drain and end, then makes it. Idempotent."""
+    def ask_to_stop(self) -> None:
+        """SIGTERM: drain and end."""
         self._process.terminate()
+
+    def stop(self) -> None:
+        """Asks it to stop and waits; after a while makes it. Idempotent."""
+        self.ask_to_stop()
         try:
             self._process.wait(_STOP_GRACE_S)
         except subprocess.TimeoutExpired:

@@ -23,7 +23,7 @@ from specdec.cli.processes import Child, free_ports
 from specdec.client import Budgets, Client
 from specdec.errors import SpecdecError, Unavailable
 
-_POLL_S = 0.05
+_POLL_S = 0.1
 _DRAIN_GRACE_S = 3
 
 
@@ -63,8 +63,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     with contextlib.ExitStack() as stack:
         children: list[Child] = []
         redis_url = _redis(args, stack)
-        # Undone in reverse: coordinator, then draft, then target, then the store.
-        stack.callback(lambda: [child.stop() for child in reversed(children)])
+        stack.callback(_stop, children)
         children += _replicas("target", args.replicas_target, target, args, redis_url, environ)
         children += _replicas("draft", args.replicas_draft, draft, args, redis_url, environ)
         arguments = ["--tokenizer", target, "--listen", endpoint, *_common(redis_url), "--poll-interval-s", "0.2"]
@@ -171,13 +170,23 @@ def _num_replicas(client: Client) -> int:
 def _watch(children: list[Child], stop: threading.Event) -> int:
     """Waits for `stop`. A replica that ends is reported and done without; an end of the coordinator ends all."""
     alive = list(children)
-    while not stop.wait(_POLL_S * 4):
+    while not stop.wait(_POLL_S):
         for child in [child for child in alive if not child.is_alive]:
             alive.remove(child)
             print(f"[{child.name}] ended unexpectedly", file=sys.stderr, flush=True)
             if child is children[-1]:
                 raise Unavailable("the coordinator ended unexpectedly")
     return 0
+
+
+def _stop(children: list[Child]) -> None:
+    """Ends the coordinator, then draft and target replicas together; the store goes after all of them."""
+    for child in children[-1:]:
+        child.stop()
+    for child in reversed(children):
+        child.ask_to_stop()
+    for child in reversed(children):
+        child.stop()
 
 
 def _spinner(text: str) -> contextlib.AbstractContextManager[Any]:

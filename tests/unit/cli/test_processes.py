@@ -57,7 +57,7 @@ def test_a_service_sees_its_own_arguments_and_main(tmp_path: Path, environ: Mapp
     child.stop()
 
 
-def test_lines_are_relayed_with_the_childs_name_and_info_records_are_not(
+def test_after_the_start_lines_are_relayed_with_the_childs_name_and_info_records_are_not(
     tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [
@@ -66,9 +66,16 @@ def test_lines_are_relayed_with_the_childs_name_and_info_records_are_not(
         "plain words",
         "[1]",
     ]
-    child = Child("coordinator", write_module(tmp_path, f"print({chr(10).join(records)!r})"), [], environ)
-    wait_for_end(child)
-    child._reader.join()
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    source = (
+        "import signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({chr(10).join(records)!r}))\n"
+        f"print('loading', flush=True)\nopen({str(started)!r}, 'w').close()\n"
+        "while True:\n    time.sleep(0.01)\n"
+    )
+    child = Child("coordinator", write_module(tmp_path, source), [], environ)
+    started.read_text()  # returns when the child has opened its end
     child.relay()
     child.stop()
     assert capsys.readouterr().err.splitlines() == [
