@@ -37,8 +37,12 @@ class LocalCompose:
 
     def up(self) -> None:
         while waiting := [name for name in self._services if name not in self.processes]:
-            name = next(n for n in waiting if set(self._services[n].get("depends_on", {})) <= self.processes.keys())
-            self._start(name)
+            healthy = set(self.processes)
+            startable = [name for name in waiting if healthy.issuperset(self._services[name].get("depends_on", {}))]
+            for name in startable:
+                self._start(name)
+            for name in startable:
+                self._wait_until_healthy(name)
 
     def endpoint(self, name: str) -> str:
         """Where a service's published port is served."""
@@ -57,6 +61,9 @@ class LocalCompose:
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         self.processes[name] = process
         self._stack.callback(process.kill)
+
+    def _wait_until_healthy(self, name: str) -> None:
+        process, service = self.processes[name], self._services[name]
         check = [self._local(part) for part in service["healthcheck"]["test"][1:]]
         if name == "redis":
             check[1:1] = ["-p", str(self._port("6379"))]
