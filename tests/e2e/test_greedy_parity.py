@@ -1,7 +1,7 @@
 """Greedy output of the whole system equals Hugging Face `generate()`, token for token, for every architecture.
 
-fp32. The draft of each tiny target is a perturbed copy of itself, so drafts are really accepted and rejected. A difference
-passes only where a tie (top two logits within 1e-4) is its first position, and is printed.
+fp32. The draft of each tiny target is a perturbed copy of itself, so drafts are really accepted and rejected. A
+difference passes only where a tie (top two logits within 1e-4) is its first position, and is printed.
 """
 
 from __future__ import annotations

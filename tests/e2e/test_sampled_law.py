@@ -1,8 +1,8 @@
 """The joint law of the first three tokens through the running services is the target's.
 
-A target and a draft over a vocabulary of few words, so that the joint law of three tokens can be enumerated with Hugging
-Face's own logits and compared by chi-square with what many sessions emit. False alarms: 1e-4 over all cases together
-(each case at 1e-4 / number of cases); seeds are fixed, so a pass stays a pass.
+A target and a draft over a vocabulary of few words, so that the joint law of three tokens can be enumerated with
+Hugging Face's own logits and compared by chi-square with what many sessions emit. False alarms: 1e-4 over all cases
+together (each case at 1e-4 / number of cases); seeds are fixed, so a pass stays a pass.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ async def test_three_tokens_follow_the_targets_joint_law_for_every_mode_and_filt
 
 
 async def test_the_drafts_own_law_would_be_noticed(pair: tuple[Path, Path]) -> None:
-    """Negative control: the same samples do not follow the law of the draft, nor the target's at another temperature."""
+    """Negative control: the samples follow neither the draft's law nor the target's at another temperature."""
     counts = await sample(pair, 1500, {"temperature": 1.0, "mode": "rejection", "gamma": 2})
     assert p_value(counts, joint_law(pair[1], LawParams())) < FALSE_ALARM / len(CASES)
     assert p_value(counts, joint_law(pair[0], LawParams(temperature=0.8))) < FALSE_ALARM / len(CASES)
