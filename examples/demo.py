@@ -17,6 +17,7 @@ from specdec.errors import SpecdecError
 
 PROMPT = 'def read_lines(path, encoding="utf-8"):\n    """'
 MAX_NEW_TOKENS = 96
+GAMMA = 4  # fixed: a machine on which drafting does not pay should show that too, instead of not drafting
 
 
 def main() -> int:
@@ -43,7 +44,8 @@ def show(endpoint: str) -> int:
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, os.environ))
     with Client(endpoint) as client:
         for mode in ("rejection", "off"):  # the first pass of a process is slower; let neither side pay for it
-            client.delete_session(client.generate(PROMPT, mode=mode, temperature=0, max_new_tokens=8).session_id)
+            first = client.generate(PROMPT, mode=mode, gamma=GAMMA, temperature=0, max_new_tokens=8)
+            client.delete_session(first.session_id)
         print(f"\nDrafted by one process, verified by another, decided by a third.  {writer.legend()}\n")
         speculative = stream(client, writer, "rejection")
         print("\nThe same prompt, target-only:\n")
@@ -62,7 +64,7 @@ def stream(client: Client, writer: TokenWriter, mode: str) -> Completion:
     """Prints one greedy completion as it comes, then its closing line."""
     print(PROMPT, end="", flush=True)
     with client.generate(
-        PROMPT, stream=True, provenance=True, mode=mode, temperature=0, max_new_tokens=MAX_NEW_TOKENS
+        PROMPT, stream=True, provenance=True, mode=mode, gamma=GAMMA, temperature=0, max_new_tokens=MAX_NEW_TOKENS
     ) as chunks:
         for chunk in chunks:
             writer.write(chunk)
