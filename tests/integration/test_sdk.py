@@ -1,0 +1,102 @@
+"""The SDK against whole coordinators on real services: what resumption promises, held end to end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from specdec.client import AsyncClient, Client
+from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionLost
+from specdec.types import TokenSource
+from tests.coordinator_rig import PROMPT, Rig, started_coordinator, text_of
+
+GREEDY = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "gamma": 3}
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block", "coupled", "off"])
+async def test_a_stream_whose_coordinator_stops_is_finished_by_another_without_a_gap_or_a_repeat(mode: str) -> None:
+    options = GREEDY | {"temperature": 0.9, "seed": 7, "mode": mode, "max_new_tokens": 96}
+    async with Rig(drafts=1) as rig:
+        first, second = await rig.coordinator(), await rig.coordinator()
+        endpoint = f"ipv4:{first.server.address},{second.server.address}"
+        async with AsyncClient(endpoint) as client:
+            whole = await client.generate(**options)
+            async with client.generate(stream=True, **options) as stream:
+                chunks = [await anext(stream), await anext(stream)]
+                await first.stop()
+                chunks += [chunk async for chunk in stream]
+                completion = await stream.result()
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == list(completion.token_ids)
+    assert len(completion.token_ids) == 96
+    assert completion.text == text_of(completion.token_ids)
+    if mode in ("coupled", "off"):  # promised whatever the rounds are
+        assert completion.token_ids == whole.token_ids
+
+
+async def test_a_stream_left_early_leaves_its_session_free_for_the_next_turn_at_once() -> None:
+    async with started_coordinator() as (_, coordinator), AsyncClient(coordinator.server.address) as client:
+        for _ in range(10):
+            async with client.generate(stream=True, session_id="s", max_new_tokens=200, **GREEDY) as stream:
+                await anext(stream)
+        session = await client.get_session("s", include_token_ids=True)
+        assert session.turn == 9
+        assert len(session.token_ids) == session.num_tokens
+        await client.delete_session("s")
+        with pytest.raises(NotFound):
+            await client.get_session("s")
+
+
+async def test_many_streams_of_one_client_each_get_their_own_output() -> None:
+    async with started_coordinator() as (rig, coordinator), AsyncClient(coordinator.server.address) as client:
+        prompts = [tuple(range(2, 4 + index)) for index in range(12)]
+        outputs = await asyncio.gather(
+            *(
+                client.generate(
+                    prompt_token_ids=prompt, temperature=0.0, ignore_eos=True, gamma=1 + index % 4, max_new_tokens=20
+                )
+                for index, prompt in enumerate(prompts)
+            )
+        )
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert list(output.token_ids) == rig.target.worker.greedy_continuation(prompt, 20)
+
+
+async def test_the_blocking_client_streams_with_provenance_and_text_per_token() -> None:
+    async with started_coordinator() as (_, coordinator):
+
+        def read() -> None:
+            with Client(coordinator.server.address) as client:
+                with client.generate(stream=True, provenance=True, max_new_tokens=40, **GREEDY) as stream:
+                    for chunk in stream:
+                        assert "".join(detail.text for detail in chunk.details) == chunk.text
+                    details = stream.result().details
+                assert len(details) == 40
+                assert {TokenSource.ACCEPTED, TokenSource.CORRECTED} <= {detail.source for detail in details}
+                assert client.tokenize("w5 w6") == (5, 6)
+                assert {pool.role for pool in client.info().pools} == {"draft", "target"}
+
+        await asyncio.to_thread(read)
+
+
+async def test_a_session_is_resumed_by_id_from_any_of_its_tokens() -> None:
+    async with started_coordinator() as (_, coordinator), AsyncClient(coordinator.server.address) as client:
+        whole = await client.generate(session_id="s", max_new_tokens=20, **GREEDY)
+        rest = await client.resume("s", 13).result()
+        assert rest.token_ids == whole.token_ids[13:]
+        assert whole.text.endswith(rest.text)
+        assert rest.request_id == whole.request_id
+        with pytest.raises(SessionLost):
+            await client.resume("s", 21).result()
+
+
+async def test_errors_arrive_as_the_tree_with_reason_and_field() -> None:
+    async with started_coordinator() as (_, coordinator), AsyncClient(coordinator.server.address) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate("w5", top_p=1.5)
+        assert (caught.value.reason, caught.value.field) == ("INVALID_REQUEST", "sampling.top_p")
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate(messages=[{"role": "user", "content": "w5"}])
+        assert caught.value.reason == "NO_CHAT_TEMPLATE"
+        with pytest.raises((InvalidRequest, ResourceExhausted)):
+            await client.generate("w5 " * 1_000_000)
