@@ -19,6 +19,7 @@ import numpy as np
 
 from coordinator.accounting import Account
 from coordinator.gamma import GammaChooser, PoolRecord
+from coordinator.leases import Leases
 from coordinator.output import OutputWriter
 from coordinator.placement import Placement
 from coordinator.pool import ReplicaPools
@@ -42,9 +43,6 @@ from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStor
 from specdec.types import Mode, TokenIds
 
 _log = logging.getLogger(__name__)
-
-#: Pause between attempts to take over a session whose owner may be dead.
-_TAKEOVER_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +88,7 @@ class Generations:
         self._pools = pools
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         self._placement = Placement(pools)
         self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
         self._running: dict[str, Generation] = {}
@@ -210,7 +209,7 @@ class Generations:
                 sampling, replace(request.speculation, draft_pool=draft_pool), self._pools.target_info.model_fingerprint
             ),
         )
-        lease = await self._acquire(session_id, create=record is None)
+        lease = await self._leases.acquire(session_id, create=record is None)
         try:
             fresh = await self._store.load(session_id)
             if fresh is None or fresh.num_tokens != len(held):
@@ -219,7 +218,7 @@ class Generations:
                 lease, record_of(identity), keep=prompt.keep, token_ids=prompt.new_token_ids
             )
         except BaseException:
-            await asyncio.shield(self._give_back(lease, session_id, is_new=record is None))
+            await asyncio.shield(self._give_up(lease, is_new=record is None))
             raise
         beginning = _Beginning(
             identity=identity,
@@ -242,7 +241,7 @@ class Generations:
             check_held(num_held, len(logged.output))
             return _replay(logged, num_held)
         self._check_serving()
-        lease = await self._take_over(session_id)
+        lease = await self._leases.take_over(session_id)
         try:
             logged = await self._read_log(session_id)
             check_held(num_held, len(logged.output))
@@ -250,7 +249,7 @@ class Generations:
                 await self._store.release(lease)
                 return _replay(logged, num_held)
         except BaseException:
-            await asyncio.shield(self._give_back(lease, session_id, is_new=False))
+            await asyncio.shield(self._give_up(lease, is_new=False))
             raise
         beginning = _Beginning(
             identity=logged.identity,
@@ -318,30 +317,13 @@ class Generations:
             self._store, session_id, self._tokenizer, self._pools.target_info.eos_token_ids
         )
 
-    # ---- leases ------------------------------------------------------------------------------------------------
-
-    async def _acquire(self, session_id: str, *, create: bool) -> Lease:
-        owner = f"{self._settings.coordinator_id}:{secrets.token_hex(8)}"
-        return await self._store.acquire(session_id, owner=owner, ttl_s=self._settings.lease_ttl_s, create=create)
-
-    async def _take_over(self, session_id: str) -> Lease:
-        """Acquires an unfinished session, waiting as long as a dead owner's lease may still live."""
-        deadline = time.monotonic() + self._settings.lease_ttl_s + _TAKEOVER_PAUSE_S
-        while True:
-            try:
-                return await self._acquire(session_id, create=False)
-            except SessionBusy:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(_TAKEOVER_PAUSE_S)
-
-    async def _give_back(self, lease: Lease, session_id: str, *, is_new: bool) -> None:
+    async def _give_up(self, lease: Lease, *, is_new: bool) -> None:
         """Undoes an admission that failed. What cannot be undone now expires by itself."""
         try:
             await self._store.release(lease)
-            await self._forget_if(is_new, session_id)
+            await self._forget_if(is_new, lease.session_id)
         except SpecdecError as error:
-            _log.warning("giving back the lease of session %s failed: %s", session_id, error)
+            _log.warning("undoing an admission on session %s failed: %s", lease.session_id, error)
 
     async def _forget_if(self, is_new: bool, session_id: str) -> None:
         """A session made by a request that failed before its first token is of no use to anybody."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from typing import Any
 
-from coordinator.pool import Replica, ReplicaPools
+from coordinator.pool import DraftReplica, LinkT, Replica, ReplicaPools, TargetReplica
 from specdec.errors import Unavailable
 
 #: Sessions remembered between their turns. A forgotten one costs one KV_MISS per replica, nothing else.
 MAX_REMEMBERED_SESSIONS = 65536
 
 
-def choose_replica(session_id: str, replicas: Sequence[Replica]) -> Replica | None:
+def choose_replica(session_id: str, replicas: Sequence[Replica[LinkT]]) -> Replica[LinkT] | None:
     """The less loaded of two replicas picked by the session's hash; None when nobody takes new sessions."""
     open_replicas = [replica for replica in replicas if replica.takes_sessions]
     if len(open_replicas) <= 1:
@@ -42,12 +43,12 @@ class SessionReplicas:
         self.target_fingerprint = ""
         self._session_id = session_id
         self._pools = pools
-        self._target: Replica | None = None
-        self._draft: Replica | None = None
+        self._target: TargetReplica | None = None
+        self._draft: DraftReplica | None = None
         self._agreed_len: dict[str, int] = {}
         self._assumed_len = 0
 
-    def target(self, excluded: Collection[Replica] = ()) -> Replica:
+    def target(self, excluded: Collection[TargetReplica] = ()) -> TargetReplica:
         """The session's target replica.
 
         Raises:
@@ -62,11 +63,11 @@ class SessionReplicas:
             self._target.note_new_session()
         return self._target
 
-    def has_target(self, excluded: Collection[Replica]) -> bool:
+    def has_target(self, excluded: Collection[TargetReplica]) -> bool:
         """Whether `target` would find one."""
         return any(replica.takes_sessions and self._fits(replica, excluded) for replica in self._pools.targets())
 
-    def _fits(self, replica: Replica, excluded: Collection[Replica]) -> bool:
+    def _fits(self, replica: TargetReplica, excluded: Collection[TargetReplica]) -> bool:
         return (
             replica.is_alive
             and replica.info is not None
@@ -74,7 +75,7 @@ class SessionReplicas:
             and replica not in excluded
         )
 
-    def draft(self) -> Replica | None:
+    def draft(self) -> DraftReplica | None:
         """The session's draft replica; None when its pool has none alive."""
         if self._draft is not None and self._draft.is_alive and self._draft.pool == self.draft_pool:
             return self._draft
@@ -87,11 +88,11 @@ class SessionReplicas:
         """Lets the next round choose its draft replica afresh."""
         self._draft = None
 
-    def start_for(self, replica: Replica, committed_len: int) -> int:
+    def start_for(self, replica: Replica[Any], committed_len: int) -> int:
         """Position from which `replica` must be sent tokens; below `committed_len`, so that it gets at least one."""
         return min(self._agreed_len.get(replica.address, self._assumed_len), committed_len - 1)
 
-    def learn(self, replica: Replica, agreed_len: int) -> None:
+    def learn(self, replica: Replica[Any], agreed_len: int) -> None:
         """Notes how many of the session's tokens a replica holds KV for."""
         self._agreed_len[replica.address] = agreed_len
 

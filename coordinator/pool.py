@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Generic, TypeVar
 
 from specdec.errors import NotFound, SpecdecError, Unavailable, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
@@ -22,16 +23,18 @@ TARGET = "target"
 #: How long a replica may take to describe itself before it counts as dead.
 DESCRIBE_TIMEOUT_S = 5.0
 
+LinkT = TypeVar("LinkT", DraftLink, TargetLink)
+
 _log = logging.getLogger(__name__)
 
 
-class Replica:
+class Replica(Generic[LinkT]):
     """One replica at one address, whichever process listens there."""
 
-    def __init__(self, role: str, address: str) -> None:
+    def __init__(self, role: str, address: str, link: LinkT) -> None:
         self.role = role
         self.address = address
-        self.link: DraftLink | TargetLink = DraftLink(address) if role == DRAFT else TargetLink(address)
+        self.link: LinkT = link
         self.info: EngineInfo | None = None
         self.is_alive = False
         self._new_sessions = 0
@@ -81,6 +84,14 @@ class Replica:
         self._new_sessions = 0
 
 
+DraftReplica = Replica[DraftLink]
+TargetReplica = Replica[TargetLink]
+
+
+def _open_replica(role: str, address: str) -> Replica[Any]:
+    return Replica(role, address, DraftLink(address) if role == DRAFT else TargetLink(address))
+
+
 class ReplicaPools:
     """All replicas of both roles. Used from one event loop."""
 
@@ -103,23 +114,23 @@ class ReplicaPools:
         self._registry = None if static_endpoints else registry
         self._poll_interval_s = poll_interval_s
         self._on_readiness = on_readiness
-        self._replicas: dict[tuple[str, str], Replica] = {}
+        self._replicas: dict[tuple[str, str], Replica[Any]] = {}
         self._draft_pool_names: set[str] = set()
         self._refused: set[tuple[str, str]] = set()
         self._was_ready = False
         self._last_target_info: EngineInfo | None = None
 
-    def targets(self) -> list[Replica]:
+    def targets(self) -> list[TargetReplica]:
         """Every target replica that ever described itself, alive or not, by address."""
         return self._known(TARGET)
 
-    def drafts(self, pool: str) -> list[Replica]:
+    def drafts(self, pool: str) -> list[DraftReplica]:
         return [replica for replica in self._known(DRAFT) if replica.pool == pool]
 
-    def all_replicas(self) -> list[Replica]:
+    def all_replicas(self) -> list[Replica[Any]]:
         return self._known(TARGET) + self._known(DRAFT)
 
-    def _known(self, role: str) -> list[Replica]:
+    def _known(self, role: str) -> list[Replica[Any]]:
         return [replica for (kind, _), replica in sorted(self._replicas.items()) if kind == role and replica.info]
 
     @property
@@ -179,7 +190,7 @@ class ReplicaPools:
         for key in self._replicas.keys() - endpoints:
             await self._replicas.pop(key).link.close()
         for key in endpoints - self._replicas.keys() - self._refused:
-            self._replicas[key] = Replica(*key)
+            self._replicas[key] = _open_replica(*key)
         self._refused &= endpoints
         await asyncio.gather(*(self._check(key, replica) for key, replica in list(self._replicas.items())))
         if self.is_ready != self._was_ready:
@@ -222,7 +233,7 @@ class ReplicaPools:
             _log.warning("the replica registry cannot be read: %s", error)
             return set(self._replicas) | self._refused
 
-    async def _check(self, key: tuple[str, str], replica: Replica) -> None:
+    async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
         try:
             await replica.describe(self.vocabulary_fingerprint)
         except VocabularyMismatch as error:

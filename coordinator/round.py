@@ -12,13 +12,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from coordinator.gamma import GammaChooser, RoundTimes
 from coordinator.placement import SessionReplicas
-from coordinator.pool import Replica
+from coordinator.pool import DraftReplica, Replica, TargetReplica
 from coordinator.provenance import trace_tokens
 from coordinator.requests import TokenProvenance
 from coordinator.tokens import SessionTokens
@@ -90,7 +90,7 @@ class RoundOutcome:
 @dataclass(frozen=True, slots=True)
 class _DraftAnswer:
     proposal: Proposal = _NO_PROPOSAL
-    replica: Replica | None = None
+    replica: DraftReplica | None = None
     wire_bytes: int = 0
     wait_s: float = 0.0
     missing_cause: str = ""
@@ -98,7 +98,7 @@ class _DraftAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _TargetAnswer:
-    replica: Replica
+    replica: TargetReplica
     verification: Verification
     wire_bytes: int
     wait_s: float
@@ -191,7 +191,7 @@ class RoundRunner:
     async def _verify(self, round_id: int, proposal: Proposal) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""
         began = time.perf_counter()
-        failed: list[Replica] = []
+        failed: list[TargetReplica] = []
         while True:
             replica = self._replicas.target(failed)
             try:
@@ -239,7 +239,7 @@ class RoundRunner:
         )
 
     async def _ask(
-        self, replica: Replica, round_id: int, send: Callable[[Round], Awaitable[Reply[ValueT]]]
+        self, replica: Replica[Any], round_id: int, send: Callable[[Round], Awaitable[Reply[ValueT]]]
     ) -> Reply[ValueT]:
         """Sends what the replica lacks, and once more if it lacks more than we thought.
 
@@ -277,7 +277,7 @@ class RoundRunner:
         verify = verify_block if self._setting.mode is Mode.BLOCK else verify_rejection
         return verify(draft_token_ids, proposal.supports, verification.rows, key)
 
-    def _draft_limits(self, replica: Replica) -> tuple[int, int]:
+    def _draft_limits(self, replica: DraftReplica) -> tuple[int, int]:
         """Draft tokens the replica takes, and those that fit its own context (the last one needs no KV)."""
         if replica.info is None:
             return 0, 0
@@ -294,7 +294,7 @@ class RoundRunner:
         for token_id, support in zip(proposal.draft_token_ids, proposal.supports, strict=False):
             entry_of(int(token_id), support)
 
-    def _note_missing_draft(self, replica: Replica, error: BaseException) -> str:
+    def _note_missing_draft(self, replica: DraftReplica, error: BaseException) -> str:
         """Decides when the draft is asked again; returns the cause in a word."""
         cause = error.reason if isinstance(error, SpecdecError) else "late"
         _log.warning("draft replica %s gave no draft: %s", replica.address, error or cause)

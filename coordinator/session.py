@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ class OutputStream:
             self._error = error
             self._tell()
 
-    async def read(self, start: int) -> AsyncIterator[Event]:
+    async def read(self, start: int) -> AsyncGenerator[Event, None]:
         """Events from output token `start` on, up to the end.
 
         Raises:
@@ -113,7 +113,7 @@ class Subscription:
     def identity(self) -> GenerationIdentity:
         return self._stream.identity
 
-    def events(self) -> AsyncIterator[Event]:
+    def events(self) -> AsyncGenerator[Event, None]:
         """Started, then chunks, then Finished. Raises as `OutputStream.read`."""
         return self._stream.read(self._start)
 

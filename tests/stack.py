@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +51,16 @@ def is_serving(address: str) -> bool:
         except grpc.RpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def num_connected(address: str) -> int:
+    """Replicas that the coordinator at `address` is connected to; 0 when it does not answer."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            served = CoordinatorServiceStub(channel).GetInfo(GetInfoRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return 0
+        return sum(len(pool.replicas) for pool in served.pools)
 
 
 @dataclass
@@ -164,22 +174,21 @@ class Stack:
     def wait_serving(self, name: str) -> None:
         """Waits until a part's health says SERVING. Raises AssertionError, with its log, when it ends instead."""
         part = self.parts[name]
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not is_serving(part.address):
-            if not part.is_alive or time.monotonic() > deadline:
-                raise AssertionError(f"{name} does not serve:\n{part.log}")
-            time.sleep(_POLL_S)
+        self._wait(part, lambda: is_serving(part.address))
 
     def _wait_connected(self) -> None:
         """Waits until every coordinator is connected to every replica."""
-        num_replicas = sum(part.module != "coordinator" for part in self.parts.values())
-        for part in self.parts.values():
-            if part.module != "coordinator":
-                continue
-            with grpc.insecure_channel(part.address) as channel:
-                stub = CoordinatorServiceStub(channel)
-                while sum(len(pool.replicas) for pool in stub.GetInfo(GetInfoRequest()).pools) < num_replicas:
-                    time.sleep(_POLL_S)
+        coordinators = [part for part in self.parts.values() if part.module == "coordinator"]
+        num_replicas = len(self.parts) - len(coordinators)
+        for part in coordinators:
+            self._wait(part, lambda address=part.address: num_connected(address) == num_replicas)
+
+    def _wait(self, part: Part, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            if not part.is_alive or time.monotonic() > deadline:
+                raise AssertionError(f"{part.name} does not serve:\n{part.log}")
+            time.sleep(_POLL_S)
 
     def kill(self, name: str) -> None:
         """Ends a part at once, as a crash would."""

@@ -7,17 +7,18 @@ from collections.abc import AsyncIterator
 import pytest
 
 from coordinator.placement import Placement, SessionReplicas, choose_replica
-from coordinator.pool import DRAFT, TARGET, Replica, ReplicaPools
+from coordinator.pool import TARGET, ReplicaPools, TargetReplica
 from specdec.errors import NotFound, Unavailable
+from specdec.rpc.client import TargetLink
 from specdec.types import EngineInfo
 from tests.coordinator_rig import Rig
 
 
-def make_replica(address: str, *, num_sessions: int = 0, draining: bool = False, role: str = TARGET) -> Replica:
-    replica = Replica(role, address)
+def make_replica(address: str, *, num_sessions: int = 0, draining: bool = False) -> TargetReplica:
+    replica = TargetReplica(TARGET, address, TargetLink(address))
     replica.info = EngineInfo(
         version="0",
-        role=role,
+        role=TARGET,
         pool="default",
         replica_id=address,
         model="m",
@@ -133,7 +134,3 @@ def test_the_sessions_seen_longest_ago_are_forgotten_first() -> None:
     assert placement.session("a") is first
     placement.forget("a")
     assert placement.session("a") is not first
-
-
-def test_roles_keep_their_own_replicas() -> None:
-    assert make_replica("a:1", role=DRAFT).role == DRAFT
