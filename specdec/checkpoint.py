@@ -33,11 +33,10 @@ def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Pat
     Raises:
         InvalidRequest: no such directory, and the hub cannot give it; one sentence.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    name, path = str(model), Path(model).expanduser()
+    if name and path.is_dir():
         return path
-    name = str(model)
-    if path.exists():
+    if path.is_file():
         raise InvalidRequest(f"model {name!r} is a file; a checkpoint directory or a hub id is needed", field="model")
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
         raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")

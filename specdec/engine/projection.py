@@ -32,7 +32,7 @@ class Projection(nn.Module):
             return x @ self.weight_t
         if x.ndim == 2:
             return torch.addmm(self.bias, x, self.weight_t)
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight_t).view(*x.shape[:-1], -1)
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight_t).view(*x.shape[:-1], self.weight_t.shape[1])
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [T, out] + forward(x [T, in])."""

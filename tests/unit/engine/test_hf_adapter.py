@@ -1,0 +1,159 @@
+"""What a loaded checkpoint says of itself, and which ones are refused how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from specdec.engine.base import SequenceSlice, StepPlan
+from specdec.engine.hf_adapter import load_worker
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.types import BLOCK_TOKENS
+from tests.tiny_models import build_tiny_model
+
+
+def load(directory: Path, **options: object):
+    return load_worker(str(directory), **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocabulary_size=50, context=256, padded_rows=14)
+
+
+@pytest.fixture
+def editable(checkpoint: Path, tmp_path: Path) -> Path:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_worker_says_what_its_model_is(checkpoint: Path) -> None:
+    shape = load(checkpoint, num_kv_blocks=None).shape
+    assert shape.vocabulary_size == 50
+    assert shape.max_context_tokens == 256
+    assert shape.eos_token_ids == (1,)
+    assert (shape.dtype, shape.device) == ("float32", "cpu")
+    assert shape.num_kv_blocks == 64 * 256 // BLOCK_TOKENS
+
+
+def test_several_eos_ids_come_from_the_generation_config(editable: Path) -> None:
+    edit_json(editable / "generation_config.json", eos_token_id=[1, 9])
+    assert load(editable).shape.eos_token_ids == (1, 9)
+
+
+def test_without_a_generation_config_the_eos_id_is_the_models(editable: Path) -> None:
+    (editable / "generation_config.json").unlink()
+    edit_json(editable / "config.json", eos_token_id=7)
+    assert load(editable).shape.eos_token_ids == (7,)
+
+
+def test_the_context_is_no_longer_than_the_pool(checkpoint: Path) -> None:
+    assert load(checkpoint, num_kv_blocks=3).shape.max_context_tokens == 3 * BLOCK_TOKENS
+
+
+def test_the_pool_can_be_sized_in_bytes(checkpoint: Path) -> None:
+    bytes_per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head width, float32
+    worker = load(checkpoint, num_kv_blocks=None, kv_cache_bytes=5 * BLOCK_TOKENS * bytes_per_token + 1)
+    assert worker.shape.num_kv_blocks == 5
+    with pytest.raises(InvalidRequest, match="no room for one block"):
+        load(checkpoint, num_kv_blocks=None, kv_cache_bytes=10)
+
+
+def test_rope_that_depends_on_the_batch_is_kept_to_its_original_context(editable: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    edit_json(editable / "config.json", rope_parameters=rope)
+    assert load(editable).shape.max_context_tokens == 64
+
+
+def test_logits_may_be_written_into(checkpoint: Path) -> None:
+    logits = load(checkpoint).execute(StepPlan((SequenceSlice((3, 4), 0, (2,), 2),)))
+    logits[0, 0] = 1.0
+    assert logits.shape == (2, 50)
+
+
+def test_two_workers_of_one_checkpoint_share_nothing(checkpoint: Path) -> None:
+    plan = StepPlan((SequenceSlice((3, 4, 5), 0, (1,), 1),))
+    left, right = load(checkpoint), load(checkpoint)
+    before = left.execute(plan)
+    right.execute(StepPlan((SequenceSlice((9, 9, 9), 0, (1,), 1),)))
+    torch.testing.assert_close(left.execute(StepPlan((SequenceSlice((5,), 2, (1,), 1),))), before)
+
+
+def test_an_encoder_decoder_is_unsupported(editable: Path) -> None:
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(editable)
+    with pytest.raises(Unsupported, match="type t5, which is not a decoder-only"):
+        load(editable)
+
+
+def test_a_state_space_model_is_unsupported(editable: Path) -> None:
+    MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)).save_pretrained(editable)
+    with pytest.raises(Unsupported, match="has layers of type linear_attention"):
+        load(editable)
+
+
+def test_layers_of_an_unknown_type_are_unsupported(editable: Path) -> None:
+    edit_json(editable / "config.json", layer_types=["full_attention", "linear_attention", "full_attention"])
+    with pytest.raises(Unsupported, match="linear_attention"):
+        load(editable)
+
+
+def test_attention_that_cannot_be_replaced_is_unsupported(editable: Path) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(editable)
+    with pytest.raises(Unsupported, match="type bloom, whose attention cannot be replaced"):
+        load(editable)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(editable: Path) -> None:
+    edit_json(editable / "config.json", num_hidden_layers=4)
+    with pytest.raises(InvalidRequest, match=r"lacks weights, model\.layers\.3"):
+        load(editable)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda directory: (directory / "model.safetensors").write_bytes(b"no"), "cannot be loaded"),
+        (lambda directory: (directory / "model.safetensors").unlink(), "cannot be loaded"),
+        (lambda directory: (directory / "config.json").unlink(), "has no config.json"),
+        (lambda directory: (directory / "config.json").write_text("{"), "unreadable config.json"),
+        (lambda directory: edit_json(directory / "config.json", model_type="nonsense"), "unreadable config.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_line(editable: Path, damage, message: str) -> None:
+    damage(editable)
+    with pytest.raises(InvalidRequest, match=message) as raised:
+        load(editable)
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "float8"}, InvalidRequest, "dtype 'float8'"),
+        ({"dtype": "int8"}, Unsupported, "int8"),
+        ({"device": "toaster"}, InvalidRequest, "device 'toaster' is unknown"),
+        ({"device": "mps"}, InvalidRequest, "neither cpu nor cuda"),
+        ({"device": "cuda:99"}, InvalidRequest, "not present"),
+    ],
+)
+def test_an_impossible_device_or_dtype_is_refused(checkpoint: Path, options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        load(checkpoint, **options)
