@@ -103,6 +103,34 @@ class Job:
         self.answer = answer
 
 
+def split_lawless(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], list[Job], torch.Tensor]:
+    """Takes out the jobs with a logit row that no law can be made of: NaN, infinite, or -inf throughout.
+
+    Args:
+        jobs: those whose tokens have all run.
+        logits: float32 [R, V]; the rows of job after job, `num_logit_rows` each.
+
+    Returns:
+        The jobs that stay, the others, and the rows of those that stay.
+    """
+    has_law = torch.isfinite(logits.amax(dim=-1)).tolist()  # [R]; a NaN is its row's maximum
+    if all(has_law):
+        return jobs, [], logits
+    kept: list[Job] = []
+    lawless: list[Job] = []
+    rows: list[int] = []
+    first = 0
+    for job in jobs:
+        own = range(first, first + job.num_logit_rows)
+        first = own.stop
+        if all(has_law[row] for row in own):
+            kept.append(job)
+            rows += own
+        else:
+            lawless.append(job)
+    return kept, lawless, logits[rows]
+
+
 class Program(Protocol):
     """What a service does with logits: the only place where draft and target differ."""
 

@@ -29,7 +29,7 @@ import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.block_manager import BlockManager, blocks_for
-from specdec.engine.job import Call, Job, Program
+from specdec.engine.job import Call, Job, Program, split_lawless
 from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, Chunk, Scheduler
 from specdec.engine.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions import DEFAULT_PIN_TTL_S, SessionTable
@@ -259,8 +259,8 @@ class EngineLoop:
         except Exception:
             _log.exception("a step of %d sessions failed", len(jobs))
             for job in jobs:
-                self._sessions.invalidate(job.sequence)
-                self._remove(job, Internal("the forward pass failed; the session's KV was dropped"))
+                if job in self._running:
+                    self._fail(job, "the forward pass failed; the session's KV was dropped")
             return
         for job in jobs:
             if job.answer is not None:
@@ -272,14 +272,22 @@ class EngineLoop:
         logits = self._worker.execute(StepPlan(slices))
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
-        ready = [job for job in jobs if not job.num_pending]
+        ready, lawless, logits = split_lawless([job for job in jobs if not job.num_pending], logits)
+        for job in lawless:
+            _log.error("the model gave no finite logits for session %s", job.sequence.session_id)
+            self._fail(job, "the model gave no finite logits; the session's KV was dropped")
         if ready:
             self._program.advance(ready, logits)
         if any(job.answer is None and not job.num_pending for job in ready):
             raise RuntimeError("the program neither finished a job nor went on with it")
-        # Last: on an accelerator, a failed pass may show only when its logits are read.
-        for job in jobs:
+        # Last, and not after a chunk that asked for no logits: until they are read nobody knows that a pass was good.
+        for job in ready:
             self._sessions.publish(job.sequence, job.call.round.committed_len)
+
+    def _fail(self, job: Job, reason: str) -> None:
+        """Ends a job whose KV is not to be trusted."""
+        self._sessions.invalidate(job.sequence)
+        self._remove(job, Internal(reason))
 
     def _remove(self, job: Job, outcome: Any) -> None:
         """Takes a job out of the engine; `outcome`, an answer or an error, goes to everyone who waits for it."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import Internal, ResourceExhausted, StaleEpoch, Unavailable
-from specdec.types import VerifyRequest
+from specdec.types import DrawRule, LawParams, VerifyRequest
 from target_service.verifier import Verifier
 from tests.round_driver import make_round
 from tests.table_worker import TableWorker
@@ -143,6 +143,37 @@ async def test_a_crash_spares_the_sessions_that_were_not_in_the_step(held):
         await held.verifier.verify(_verify(TOKENS[:30], session_id="b"))
     spared = await held.verifier.verify(_verify([*TOKENS[:20], 5], session_id="a", round_id=2, start=20))
     assert spared.num_cached_tokens == 20
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+@pytest.mark.parametrize(
+    ("temperature", "draw_rule"), [(0.0, DrawRule.LAW), (1.0, DrawRule.LAW), (1.0, DrawRule.COUPLED)]
+)
+async def test_logits_that_are_no_law_fail_their_own_session_alone(held, value, temperature, draw_rule):
+    held.worker.lawless = {23: value}
+    first = await held.start(_verify(TOKENS[:20], session_id="first"))
+    good = await held.queue(_verify(TOKENS[:9], session_id="good"))
+    options = {"law": LawParams(temperature=temperature), "draw_rule": draw_rule}
+    bad = await held.queue(_verify([5, 23], session_id="bad", **options))
+    last = await held.queue(_verify(TOKENS[:7], session_id="last"))
+    held.let_go()
+    with pytest.raises(Internal, match="no finite logits"):
+        await bad
+    await first
+    assert (await good).choice_token_ids.tolist() == held.worker.greedy_continuation(TOKENS[:9], 1)
+    assert (await last).choice_token_ids.tolist() == held.worker.greedy_continuation(TOKENS[:7], 1)
+    assert [len(plan.slices) for plan in held.worker.steps] == [1, 3]
+    assert held.verifier.info().num_sessions == 3
+
+
+async def test_blocks_are_shared_only_once_logits_that_follow_them_were_good():
+    held = _Held(max_step_tokens=32)
+    held.worker.lawless = {23: np.nan}
+    with pytest.raises(Internal):
+        await held.verifier.verify(_verify([*TOKENS[:64], 23], session_id="bad"))
+    assert (await held.verifier.verify(_verify(TOKENS[:64], session_id="a"))).num_cached_tokens == 0
+    assert (await held.verifier.verify(_verify(TOKENS[:64], session_id="b"))).num_cached_tokens == 48
+    await held.close()
 
 
 async def test_a_session_larger_than_the_pool_is_refused_by_name():
