@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from specdec.config import Address, ReplicaSettings
+from specdec.core.sparse import MAX_SUPPORT
 
 
 class DraftSettings(ReplicaSettings):
@@ -16,7 +17,7 @@ class DraftSettings(ReplicaSettings):
     listen: Address = "127.0.0.1:50061"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
-    max_support: int | None = Field(default=None, ge=1)
+    max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
     """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
 
     support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)

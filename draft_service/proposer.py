@@ -57,7 +57,7 @@ class Proposer(ReplicaEngine):
             pool: name of the replica pool.
             max_gamma: most draft tokens a round.
             max_step_tokens: token budget of one step.
-            max_support: most entries of a support; None for `default_s_max` of the vocabulary.
+            max_support: most entries of a support, 1..MAX_SUPPORT; None for `default_s_max` of the vocabulary.
             support_coverage: share of the law a support covers unless `max_support` stops it, (0, 1].
         """
         s_max = default_s_max(worker.shape.vocabulary_size) if max_support is None else max_support

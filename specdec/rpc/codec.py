@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
 from specdec.rpc.rounds import decode_round, encode_round, require, require_context, require_vocabulary, uses_supports
@@ -132,6 +133,8 @@ def _read_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Prop
     num_supports = num_draft_tokens if uses_supports(request.round) else 0
     support_ids = decode_supports(message.supports, num_supports)
     sizes = [len(ids) for ids in support_ids]
+    # Beyond it the integers of the acceptance rule could overflow.
+    _expect(max(sizes, default=0) <= MAX_SUPPORT, f"a support of more than {MAX_SUPPORT} entries")
     weights = from_bytes(message.weights, "<u2", sum(sizes), "weights")
     _expect(bool(weights.all()), "a support entry of weight 0")
     _expect(len(message.lost_mass) in (0, num_draft_tokens), "lost_mass is not one number a draft token")

@@ -98,6 +98,7 @@ def test_settings_cannot_be_changed() -> None:
         (["--dtype", "float8"], "--dtype: "),
         (["--max-gamma", "0"], "--max-gamma: "),
         (["--max-gamma", "many"], "--max-gamma: "),
+        (["--max-support", "32769"], "--max-support: "),
         (["--endpoint", "x"], "--endpoint: "),
         (["--pool"], "--pool"),
         (["--config", "/does/not/exist"], "--config: cannot read"),

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.core.rejection import residual_weights
+from specdec.core.sparse import MAX_SUPPORT, law_row
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc import codec
 from specdec.rpc.arrays import decode_supports, encode_supports
-from specdec.types import DrawRule, LawParams, ProposeRequest, VerifyRequest
+from specdec.types import LAW_TOTAL, DrawRule, LawParams, Proposal, ProposeRequest, Support, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 from tests.arithmetic_engines import (
     CONTEXT,
@@ -228,6 +230,24 @@ async def test_a_malformed_verification_is_the_replicas_fault() -> None:
     greedy = verify_request(3, law=GREEDY)
     with pytest.raises(Internal, match="0 choices for 4 positions"):
         codec.decode_verification(codec.encode_verification(verification, 1), greedy)
+
+
+def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> None:
+    request = ProposeRequest(make_round(), gamma=1)
+
+    def answer(num_entries: int) -> draft_pb2.Proposal:
+        ids = np.arange(num_entries, dtype=np.uint32)
+        support = Support(ids, np.full(num_entries, 65_535, dtype=np.uint16))
+        return codec.encode_proposal(Proposal(ids[:1], (support,), (0.0,), 1, 0, 0.0), 1)
+
+    largest = codec.decode_proposal(answer(MAX_SUPPORT), request).supports[0]
+    certain = law_row(np.eye(1, MAX_SUPPORT)[0], largest.token_ids, 0.5)
+    # p is token 0 alone: all that q lacks of it is the residual, exactly.
+    residual = residual_weights(largest, certain)
+    assert residual[0] == LAW_TOTAL * 65_535 * (MAX_SUPPORT - 1)
+    assert not residual[1:].any()
+    with pytest.raises(Internal, match="more than 32768 entries"):
+        codec.decode_proposal(answer(MAX_SUPPORT + 1), request)
 
 
 def test_engine_info_survives_the_wire() -> None:
