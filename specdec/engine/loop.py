@@ -200,13 +200,13 @@ class EngineLoop:
             self._outbox.append((waiter, error))
         except Exception:
             _log.exception("admission failed")
-            error = Internal("the engine failed to admit the call")
+            failure = Internal("the engine failed to admit the call")
             job = self._jobs.get(call.round.session_id)
             if job is not None:
-                self._remove(job, error)
+                self._remove(job, failure)
             if sequence is not None:
                 self._sessions.invalidate(sequence)
-            self._outbox.append((waiter, error))
+            self._outbox.append((waiter, failure))
 
     def _admit_fenced(self, call: Call, waiter: _Waiter, arrival_s: float, sequence: Sequence) -> None:
         job = self._jobs.get(sequence.session_id)
