@@ -20,6 +20,9 @@ from specdec.rpc.interceptors import internal_error, new_request_id
 #: A reply frame stops taking items at this size.
 FRAME_BYTES = 1 << 20
 
+#: Items of one stream that are in work or whose reply waits to be written; beyond, the peer is not read until one left.
+MAX_OPEN_ITEMS = 4096
+
 
 class FrameServer:
     """Answers items on any number of streams of one service. Use from one event loop."""
@@ -95,6 +98,7 @@ class _ServedStream:
         self._write = write
         self._in_flight: set[asyncio.Task[None]] = set()
         self._replies: deque[Any] = deque()
+        self._room = asyncio.Semaphore(MAX_OPEN_ITEMS)
         self._half_closed = False
         self.wake = asyncio.Event()
 
@@ -105,7 +109,10 @@ class _ServedStream:
                 await self.wake.wait()
                 self.wake.clear()
                 while self._replies:
-                    await self._write(self._server.frame_of(self._take()))
+                    replies = self._take()
+                    await self._write(self._server.frame_of(replies))
+                    for _ in replies:
+                        self._room.release()
                 if reader.done() and reader.exception() is not None:
                     await reader
         finally:
@@ -121,6 +128,7 @@ class _ServedStream:
         try:
             async for frame in self._frames:
                 for item in self._server.items_of(frame):
+                    await self._room.acquire()  # a peer that asks without end fills its own buffers, not ours
                     task = asyncio.create_task(self._reply(item))
                     self._in_flight.add(task)
                     task.add_done_callback(self._settle)

@@ -15,6 +15,7 @@ from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.client import DraftLink, TargetLink
+from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.v1 import draft_pb2, draft_pb2_grpc
@@ -224,6 +225,40 @@ async def test_a_closed_link_fails_its_calls_and_the_replica_drops_them() -> Non
             await link.propose(ask())
         await replica.engine.given_up["hold"].wait()
         await link.close()
+
+
+async def test_a_peer_that_asks_without_reading_is_not_read_without_end() -> None:
+    num_asked, num_answered = 0, 0
+
+    async def ask_without_end() -> AsyncIterator[draft_pb2.ProposeFrame]:
+        nonlocal num_asked
+        while num_asked < 3 * MAX_OPEN_ITEMS:
+            num_asked += 1
+            yield draft_pb2.ProposeFrame(requests=[draft_pb2.ProposeRequest(call_id=num_asked)])
+
+    async def answer(item: draft_pb2.ProposeRequest) -> draft_pb2.Proposal:
+        return draft_pb2.Proposal(call_id=item.call_id)
+
+    is_read = asyncio.Event()
+
+    async def write(frame: draft_pb2.ProposalFrame) -> None:
+        nonlocal num_answered
+        await is_read.wait()
+        num_answered += len(frame.proposals)
+
+    server = FrameServer(
+        items_of=lambda frame: frame.requests,
+        answer=answer,
+        reply_type=draft_pb2.Proposal,
+        frame_of=lambda replies: draft_pb2.ProposalFrame(proposals=replies),
+    )
+    serving = asyncio.create_task(server.serve(ask_without_end(), write))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert num_asked == MAX_OPEN_ITEMS + 1
+    is_read.set()
+    await serving
+    assert num_answered == 3 * MAX_OPEN_ITEMS
 
 
 async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_stream() -> None:
