@@ -81,6 +81,7 @@ def _stop_event() -> threading.Event:
 
 def main() -> NoReturn:
     """What the installed `specdec` script calls."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core writes to stderr past Python's logging
     sys.exit(run(sys.argv[1:], os.environ))
 
 

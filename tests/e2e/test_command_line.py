@@ -103,13 +103,14 @@ def test_generate_without_a_terminal_is_plain_text_and_a_closing_line(endpoint: 
 
 
 def test_generate_in_a_terminal_colours_tokens_by_source_and_shows_a_legend(endpoint: str) -> None:
-    output = in_terminal("generate", "import os\n", "--temperature", "0", "--max-new-tokens", "24", endpoint=endpoint)
-    assert "\x1b[32m" in output  # accepted
-    plain = ANSI.sub("", output)
-    assert "accepted  corrected  bonus  target-only" in plain
-    assert re.search(r"alpha 0\.\d\d|alpha 1\.00", plain)
-    same = specdec("generate", "import os\n", "--temperature", "0", "--max-new-tokens", "24", "--endpoint", endpoint)
-    assert plain.replace("\r\n", "\n").startswith(same.stdout)
+    args = ("generate", "import os\n", "--temperature", "0", "--max-new-tokens", "24", "--gamma", "3")
+    output = in_terminal(*args, endpoint=endpoint)
+    text, legend, _ = output.replace("\r\n", "\n").rsplit("\n", 3)[0:3]
+    plain = ANSI.sub("", output).replace("\r\n", "\n")
+    assert set(ANSI.findall(text)) & set(ANSI.findall(legend))
+    assert ANSI.sub("", legend) == "accepted  corrected  bonus  target-only"
+    assert re.search(r"alpha (0\.\d\d|1\.00)", plain)
+    assert plain.startswith(specdec(*args, "--endpoint", endpoint).stdout)
 
 
 def test_no_color_turns_colour_off_in_a_terminal(endpoint: str) -> None:
@@ -118,21 +119,56 @@ def test_no_color_turns_colour_off_in_a_terminal(endpoint: str) -> None:
     assert "alpha" in output
 
 
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *args: str, endpoint: str, **environ: str) -> None:
+        self._descriptor, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*SPECDEC, *args, "--endpoint", endpoint], stdin=theirs, stdout=theirs, stderr=theirs,
+            env=ENVIRON | {"TERM": "xterm"} | environ,
+        )  # fmt: skip
+        os.close(theirs)
+        self.shown = ""
+        self._position = 0
+
+    def read_until(self, text: str) -> None:
+        """Reads on until `text` follows what was read up to before."""
+        while (found := self.shown.find(text, self._position)) < 0:
+            self.shown += os.read(self._descriptor, 4096).decode(errors="replace")
+        self._position = found + len(text)
+
+    def write(self, text: str) -> None:
+        os.write(self._descriptor, text.encode())
+
+    def end(self) -> str:
+        """Everything that was shown, once the command has ended well."""
+        with contextlib.suppress(OSError):  # the end of a terminal is an error to read
+            self.read_until("\0")
+        os.close(self._descriptor)
+        assert self.process.wait() == 0, self.shown
+        return self.shown
+
+
 def in_terminal(*args: str, endpoint: str, **environ: str) -> str:
-    """What a command shows on a terminal of its own."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*SPECDEC, *args, "--endpoint", endpoint], stdin=theirs, stdout=theirs, stderr=theirs,
-        env=ENVIRON | {"TERM": "xterm"} | environ,
-    )  # fmt: skip
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # the end of a terminal is an error to read
-        while part := os.read(ours, 4096):
-            shown += part
-    os.close(ours)
-    assert process.wait() == 0, shown
-    return shown.decode()
+    """What a command shows on a terminal."""
+    return Terminal(*args, endpoint=endpoint, **environ).end()
+
+
+def test_chat_in_a_terminal_stops_an_answer_on_ctrl_c_and_leaves_on_ctrl_d(endpoint: str) -> None:
+    # So hot that the answer is noise, which no end token ends soon.
+    terminal = Terminal("chat", "--temperature", "50", "--max-new-tokens", "1500", "--seed", "1", endpoint=endpoint)
+    terminal.read_until("> ")
+    for _ in range(2):
+        terminal.write("hello\n")
+        terminal.read_until("\x1b[3")  # the first coloured token
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until("stopped")
+        terminal.read_until("> ")
+    terminal.write("\x04")
+    shown = terminal.end()
+    assert "error" not in shown
+    assert "Traceback" not in shown
 
 
 def test_chat_answers_each_line_over_one_session(endpoint: str) -> None:
