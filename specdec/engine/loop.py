@@ -33,7 +33,7 @@ from specdec.engine.job import Call, Job, Program, split_lawless
 from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, Chunk, Scheduler
 from specdec.engine.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions import DEFAULT_PIN_TTL_S, SessionTable
-from specdec.errors import Internal, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
+from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class EngineLoop:
             raise
 
     async def release(self, session_ids: list[str]) -> None:
-        """Forgets sessions and frees their KV; calls in flight on them fail. Returns when it is done."""
+        """Forgets sessions and frees their KV; calls in flight on them miss. Returns when it is done."""
         event_loop = asyncio.get_running_loop()
         waiter = _Waiter(event_loop, event_loop.create_future())
         with self._wake:
@@ -309,7 +309,8 @@ class EngineLoop:
         for session_id in session_ids:
             job = self._jobs.get(session_id)
             if job is not None:
-                self._remove(job, StaleEpoch(f"session {session_id} was released"))
+                # Not stale: the session may have been made anew while the release was under way.
+                self._remove(job, KvMiss(f"session {session_id} was released; send from 0 on", have=0))
             self._sessions.release(session_id)
         self._outbox.append((waiter, None))
 

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from specdec.errors import Internal, ResourceExhausted, StaleEpoch, Unavailable
+from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import DrawRule, LawParams, VerifyRequest
 from target_service.verifier import Verifier
 from tests.round_driver import make_round
@@ -203,15 +203,21 @@ async def test_calls_of_many_sessions_that_arrive_together_share_a_step(held):
     assert [len(plan.slices) for plan in held.worker.steps] == [1, 8]
 
 
-async def test_a_released_session_in_flight_fails_its_call_and_frees_its_blocks(held):
-    first = await held.start(_verify(TOKENS[:20]))
+async def test_a_call_in_flight_on_a_released_session_misses_and_may_be_sent_again():
+    held = _Held(max_step_tokens=32)
+    request = _verify(TOKENS[:90], round_id=1)
+    first = await held.start(request)
     release = asyncio.create_task(held.verifier.release(["s"]))
     await asyncio.sleep(0)
     held.let_go()
     await release
-    # The step was under way and may have answered; either way nothing of the session is left.
+    with pytest.raises(KvMiss) as miss:
+        await first
+    assert miss.value.have == 0
     assert held.verifier.info().num_sessions == 0
-    await asyncio.gather(first, return_exceptions=True)
+    again = await held.verifier.verify(request)
+    assert again.choice_token_ids.tolist() == held.worker.greedy_continuation(TOKENS[:90], 1)
+    await held.close()
 
 
 async def test_closing_finishes_what_is_in_flight_and_refuses_what_is_new(held):
