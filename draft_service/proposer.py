@@ -119,13 +119,14 @@ class _DraftProgram:
         rows_of: dict[RowKind, list[int]] = {}
         for row, job in enumerate(jobs):
             rows_of.setdefault(row_kind(job.call.round), []).append(row)
-        for kind, rows in rows_of.items():
-            drawn_by = [jobs[row] for row in rows]
-            for job in drawn_by:
-                job.progress = job.progress or _Draft()
-            token_ids = self._draw[kind](drawn_by, logits if len(rows) == len(jobs) else logits[rows])
-            for job, token_id in zip(drawn_by, token_ids, strict=True):
-                _take(job, token_id)
+        for kind, rows_of_kind in rows_of.items():
+            for rows in sampling.split_batches(rows_of_kind, lambda _: 1, logits.shape[-1]):
+                drawn_by = [jobs[row] for row in rows]
+                for job in drawn_by:
+                    job.progress = job.progress or _Draft()
+                token_ids = self._draw[kind](drawn_by, logits if len(rows) == len(jobs) else logits[rows])
+                for job, token_id in zip(drawn_by, token_ids, strict=True):
+                    _take(job, token_id)
 
     def _draw_law(self, jobs: Sequence[Job], logits: torch.Tensor) -> list[int]:
         laws = sampling.filtered_laws(logits, [_context(job) for job in jobs])

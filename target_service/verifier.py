@@ -166,7 +166,7 @@ class _Rows:
 
 
 class _TargetProgram:
-    """Turns a step's logit rows into answers, one batch a kind. Device thread only."""
+    """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
 
     def __init__(self) -> None:
         self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.LAW: _look_law}
@@ -185,11 +185,17 @@ class _TargetProgram:
             if rows.request.num_logprobs is not None:
                 with_logprobs.setdefault(rows.request.num_logprobs, []).append(rows)
         for kind, group in by_kind.items():
-            self._look[kind](group, _logits_of(group, logits))
+            for batch in _batches_of(group, logits):
+                self._look[kind](batch, _logits_of(batch, logits))
         for num_logprobs, group in with_logprobs.items():
-            _add_logit_rows(group, _logits_of(group, logits), num_logprobs)
+            for batch in _batches_of(group, logits):
+                _add_logit_rows(batch, _logits_of(batch, logits), num_logprobs)
         for rows in all_rows:
             rows.job.finish(_verification(rows))
+
+
+def _batches_of(group: Sequence[_Rows], logits: torch.Tensor) -> list[list[_Rows]]:
+    return sampling.split_batches(group, lambda rows: len(rows.indices), logits.shape[-1])
 
 
 def _logits_of(group: Sequence[_Rows], logits: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,21 @@ Not here: drawing (`specdec.engine.sampling`). Called by the proposer and the ve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from specdec.types import LawParams
+
+MemberT = TypeVar("MemberT")
+
+#: Logits that laws are made of at once, as far as one call's rows allow: some 75 bytes of working memory each.
+MAX_BATCH_LOGITS = 1 << 24
 
 #: Candidates a top-p cut looks at first.
 _FIRST_CANDIDATES = 512
@@ -43,6 +49,28 @@ class LawContext:
     def changes_logits(self) -> bool:
         """Whether bias, penalties or the mask touch this row at all."""
         return bool(self.law.logit_bias) or self.law.uses_history or self.masks_end
+
+
+def split_batches(
+    members: Sequence[MemberT], num_rows: Callable[[MemberT], int], num_tokens: int
+) -> list[list[MemberT]]:
+    """Cuts a step's calls into batches that `MAX_BATCH_LOGITS` allows; one too large for it is a batch of its own.
+
+    Args:
+        members: in the order of their rows.
+        num_rows: how many rows of logits a member has.
+        num_tokens: V, the width of a row.
+    """
+    batches: list[list[MemberT]] = []
+    room = 0
+    for member in members:
+        size = num_rows(member) * num_tokens
+        if size > room:
+            batches.append([])
+            room = MAX_BATCH_LOGITS
+        batches[-1].append(member)
+        room -= size
+    return batches
 
 
 def greedy_choices(logits: torch.Tensor, contexts: Sequence[LawContext]) -> list[int]:

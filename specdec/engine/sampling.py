@@ -14,7 +14,7 @@ import torch
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_likeliest
-from specdec.engine.laws import LawContext, filtered_laws, greedy_choices, likeliest, row_and_column
+from specdec.engine.laws import LawContext, filtered_laws, greedy_choices, likeliest, row_and_column, split_batches
 from specdec.types import LawRow, LogitRow, Support, TokenIds
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "gumbel_noise",
     "law_rows",
     "logit_rows",
+    "split_batches",
 ]
 
 #: Candidates a support is cut from before the whole of `s_max` is looked at.

@@ -7,8 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from draft_service.proposer import Proposer
+from specdec.engine import laws, sampling
 from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
-from specdec.types import DrawRule, LawParams, VerifyRequest
+from specdec.types import DrawRule, LawParams, ProposeRequest, VerifyRequest
 from target_service.verifier import Verifier
 from tests.round_driver import make_round
 from tests.table_worker import TableWorker
@@ -201,6 +203,61 @@ async def test_calls_of_many_sessions_that_arrive_together_share_a_step(held):
     held.let_go()
     await asyncio.gather(first, *others)
     assert [len(plan.slices) for plan in held.worker.steps] == [1, 8]
+
+
+@pytest.mark.parametrize("draw_rule", [DrawRule.LAW, DrawRule.COUPLED])
+@pytest.mark.parametrize("max_logits", [1, 4 * 24, 1 << 24])
+async def test_a_step_of_many_rows_is_answered_in_batches_of_bounded_size(held, monkeypatch, max_logits, draw_rule):
+    monkeypatch.setattr(laws, "MAX_BATCH_LOGITS", max_logits)
+    sizes: list[int] = []
+    make_laws = sampling.filtered_laws
+    monkeypatch.setattr(
+        sampling, "filtered_laws", lambda logits, contexts: sizes.append(len(logits)) or make_laws(logits, contexts)
+    )
+    first = await held.start(_verify(TOKENS[:20], session_id="first"))
+    draft = np.array([4, 5], dtype=np.uint32)
+    requests = [
+        VerifyRequest(
+            make_round(TOKENS[: 5 + n], session_id=f"s{n}", law=LawParams(top_p=0.9), seed=n, draw_rule=draw_rule),
+            draft[: n % 3],
+            (draft[:1],) * (n % 3) if draw_rule is DrawRule.LAW else (),
+            num_logprobs=2,
+        )
+        for n in range(6)
+    ]
+    together = [await held.queue(request) for request in requests]
+    held.let_go()
+    await first
+    answers = await asyncio.gather(*together)
+    assert sizes == {1: [1, 2, 3, 1, 2, 3], 96: [3, 4, 2, 3], 1 << 24: [12]}[max_logits]
+    alone = Verifier(TableWorker())
+    for request, answer in zip(requests, answers, strict=True):
+        expected = await alone.verify(request)
+        assert answer.choice_token_ids.tolist() == expected.choice_token_ids.tolist()
+        assert [(row.weights.tolist(), row.tail_token_id) for row in answer.rows] == [
+            (row.weights.tolist(), row.tail_token_id) for row in expected.rows
+        ]
+        assert [row.top_token_ids.tolist() for row in answer.logit_rows] == [
+            row.top_token_ids.tolist() for row in expected.logit_rows
+        ]
+    await alone.close()
+
+
+async def test_drafts_drawn_in_batches_are_those_drawn_together(monkeypatch):
+    requests = [
+        ProposeRequest(make_round(TOKENS[: 5 + n], session_id=f"s{n}", law=LawParams(temperature=n % 3), seed=n), 3)
+        for n in range(7)
+    ]
+
+    async def draft() -> list[list[int]]:
+        proposer = Proposer(TableWorker())
+        proposals = await asyncio.gather(*(proposer.propose(request) for request in requests))
+        await proposer.close()
+        return [proposal.draft_token_ids.tolist() for proposal in proposals]
+
+    together = await draft()
+    monkeypatch.setattr(laws, "MAX_BATCH_LOGITS", 2 * 24)
+    assert await draft() == together
 
 
 async def test_a_call_in_flight_on_a_released_session_misses_and_may_be_sent_again():
