@@ -169,7 +169,7 @@ class RedisReplicaRegistry:
         for text in await self._connection.run_script("replicas", replica_keys(role)):
             try:
                 records.append(_decode_record(text))
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 _log.warning("left out an unreadable %s replica: %s", role, error)
         return records
 

@@ -110,7 +110,8 @@ async def test_records_of_newer_and_broken_versions_do_not_hide_the_others(
     records, expiry = replica_keys("draft")
     stored = (await raw.run_command("HGET", records, "d-1")).decode()
     newer = stored.replace('"d-1"', '"d-2"').replace('"version"', '"a_field_of_tomorrow":1,"version"')
-    for replica_id, text in {"d-2": newer, "d-3": "{}", "d-4": "not JSON"}.items():
+    broken = {"d-3": "{}", "d-4": "not JSON", "d-5": '{"address": "h:1", "engine": "not an object"}'}
+    for replica_id, text in {"d-2": newer, **broken}.items():
         await raw.run_command("HSET", records, replica_id, text)
         await raw.run_command("ZADD", expiry, "+inf", replica_id)
     assert await ids(registry) == ["d-1", "d-2"]
