@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 
+from specdec.core.chain import HASH_BYTES
 from specdec.errors import InvalidRequest
 from specdec.rpc.arrays import token_ids
 from specdec.types import DrawRule, EngineInfo, LawParams, Round, TokenIds
 from specdec.v1 import common_pb2
 
-_HASH_BYTES = 16
 _MAX_SESSION_ID_BYTES = 256
 
 
@@ -53,9 +53,9 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
     )
     # An empty prefix needs no hash.
     require(
-        len(message.prefix_hash) == _HASH_BYTES or (message.start == 0 and not message.prefix_hash),
+        len(message.prefix_hash) == HASH_BYTES or (message.start == 0 and not message.prefix_hash),
         "round.prefix_hash",
-        f"must be {_HASH_BYTES} bytes, not {len(message.prefix_hash)}",
+        f"must be {HASH_BYTES} bytes, not {len(message.prefix_hash)}",
     )
     committed = token_ids(message.token_ids)
     require(len(committed) > 0, "round.token_ids", "must hold at least one token")
@@ -104,7 +104,7 @@ def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
     require(math.isfinite(law.frequency_penalty), "round.law.frequency_penalty", "must be finite")
     for token_id, bias in law.logit_bias.items():
         require(token_id < limits.vocabulary_size, "round.law.logit_bias", f"token id {token_id} is not in the model")
-        require(bias < math.inf, "round.law.logit_bias", f"the bias of token {token_id} must be below infinity")
+        require(math.isfinite(bias), "round.law.logit_bias", f"the bias of token {token_id} must be finite")
     return law
 
 

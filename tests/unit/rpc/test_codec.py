@@ -134,6 +134,8 @@ def broken_requests() -> list[tuple[str, str, VerifyRequest | Any]]:
     nan = float("nan")
     bias = broken()
     bias.round.law.logit_bias[VOCABULARY] = 1.0
+    infinite_bias = broken()
+    infinite_bias.round.law.logit_bias[1] = -float("inf")
     return [
         ("round.session_id", "bytes", broken(round__session_id="")),
         ("round.session_id", "256", broken(round__session_id="x" * 300)),
@@ -150,6 +152,7 @@ def broken_requests() -> list[tuple[str, str, VerifyRequest | Any]]:
         ("round.law.repetition_penalty", "above 0", broken(round__law__repetition_penalty=-1.0)),
         ("round.law.presence_penalty", "finite", broken(round__law__presence_penalty=float("inf"))),
         ("round.law.logit_bias", str(VOCABULARY), bias),
+        ("round.law.logit_bias", "finite", infinite_bias),
         ("draft_token_ids", str(MAX_GAMMA), broken(draft_token_ids=list(range(MAX_GAMMA + 1)))),
         ("draft_token_ids", str(VOCABULARY), broken(draft_token_ids=[1, 2, 3, VOCABULARY])),
         ("supports", "expected", broken(draft_token_ids=[1])),
