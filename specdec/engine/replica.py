@@ -19,7 +19,8 @@ from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, LawParams, Round
 
 DEFAULT_MAX_GAMMA = 16
 
-_WARM_UP_SESSION = "warm-up"
+# Braces: no id that the store takes, so never a caller's session.
+_WARM_UP_SESSION = "{warm-up}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,3 +355,9 @@ async def test_warming_up_leaves_no_session_behind(worker, proposer, verifier):
     await proposer.warm_up()
     assert worker.steps
     assert proposer.info().num_sessions == 0
+
+
+async def test_warming_up_and_a_callers_session_of_that_name_do_not_meet(verifier):
+    await verifier.verify(VerifyRequest(make_round([3, 4, 5], session_id="warm-up"), np.empty(0, np.uint32), ()))
+    await verifier.warm_up()
+    assert verifier.info().num_sessions == 1
