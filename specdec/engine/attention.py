@@ -77,46 +77,37 @@ class PagedContext:
         Returns:
             [T, H, value_dim].
         """
-        self.cache.layers[layer_index].write(self.batch.slots, key, value)
-        return self._attend_groups(layer_index, query, key, value, scale, softcap)
+        kv_rows = torch.cat((key.flatten(1), value.flatten(1)), dim=1)
+        return self.attend_rows(layer_index, query, kv_rows, scale, softcap)
 
-    def attend_rows(self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float) -> torch.Tensor:
-        """The same for keys and values that lie as the cache stores them, kv_rows [T, row_width]; no soft cap."""
-        layer = self.cache.layers[layer_index]
-        layer.write_rows(self.batch.slots, kv_rows)
-        key, value = layer.split(kv_rows.unsqueeze(0))
-        return self._attend_groups(layer_index, query, key[0].transpose(0, 1), value[0].transpose(0, 1), scale, None)
-
-    def _attend_groups(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+    def attend_rows(
+        self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
+        """The same for keys and values that lie as the cache stores them: kv_rows [T, row_width]."""
         layer, kind = self.cache.layers[layer_index], self.kind_of_layer[layer_index]
+        layer.write(self.batch.slots, kv_rows)
         outputs = []
         for group in self.batch.groups:
             rows = slice(group.first_row, group.first_row + group.num_rows)
             view = group.views[kind]
             if view is None:
-                outputs.append(_attend_causally(query[rows], key[rows], value[rows], scale))
+                outputs.append(_attend_causally(layer, query[rows], kv_rows[rows], scale))
             else:
                 outputs.append(_attend_group(group, view, layer, query[rows], scale, softcap))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend_causally(layer: LayerKv, query: torch.Tensor, kv_rows: torch.Tensor, scale: float) -> torch.Tensor:
     """A sequence from its first token on: its keys are all in this step."""
+    # Another step's rows may be wider apart than the cache's: a slice of a fused projection is.
+    keys, values = layer.split(kv_rows.contiguous(), 1, kv_rows.shape[0])
     output = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),  # [1, H, Q, D]
-        key.transpose(0, 1).unsqueeze(0),
-        value.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
         is_causal=True,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=query.shape[1] != layer.shape.num_kv_heads,
     )
     return output[0].transpose(0, 1)
 
@@ -133,18 +124,23 @@ def _attend_group(
     if view.block_ids is None:
         keys, values = layer.view_run(view.run_start, view.length)  # [B, KV, L, D]
     else:
-        keys, values = layer.read_blocks(view.block_ids, group.batch)
+        keys, values = layer.read_blocks(view.block_ids, group.batch, view.length)
     B, Q, KV = group.batch, group.num_queries, layer.shape.num_kv_heads
     H, D = query.shape[1:]
     if group.pad_index is not None:
         query = query.index_select(0, group.pad_index)
     # Heads that share keys become rows of one matrix: no copy of keys and values per head.
-    packed = query.reshape(B, Q, KV, H // KV, D).permute(0, 2, 1, 3, 4).reshape(B, KV, -1, D)  # [B, KV, Q * G, D]
+    if Q == 1:
+        packed = query.reshape(B, KV, H // KV, D)
+    else:
+        packed = query.reshape(B, Q, KV, H // KV, D).permute(0, 2, 1, 3, 4).reshape(B, KV, -1, D)  # [B, KV, Q * G, D]
     if softcap is None:
         output = scaled_dot_product_attention(packed, keys, values, attn_mask=view.mask, scale=scale)
     else:
         output = _softcapped_attention(packed, keys, values, view.mask, scale, softcap)
-    output = output.view(B, KV, Q, H // KV, -1).permute(0, 2, 1, 3, 4).reshape(B * Q, H, -1)
+    if Q > 1:
+        output = output.view(B, KV, Q, H // KV, -1).permute(0, 2, 1, 3, 4)
+    output = output.reshape(B * Q, H, -1)
     return output if group.unpad_index is None else output.index_select(0, group.unpad_index)
 
 

@@ -40,30 +40,32 @@ class LayerKv:
         self.shape = shape
         self.blocks = blocks
         self.rows = blocks.view(-1, shape.row_width)  # [num_blocks * BLOCK_TOKENS, row_width]
-        self._keys_width = shape.num_kv_heads * shape.key_dim
 
-    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores T tokens at `slots` (block id * BLOCK_TOKENS + offset); key and value are [T, num_kv_heads, dim]."""
-        self.write_rows(slots, torch.cat((key.flatten(1), value.flatten(1)), dim=1))
-
-    def write_rows(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """The same for tokens whose keys and values lie as the pool stores them: rows [T, row_width]."""
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Stores T tokens' rows [T, row_width] at `slots` (block id * BLOCK_TOKENS + offset)."""
         self.rows.index_copy_(0, slots, rows)
 
-    def read_blocks(self, block_ids: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies `block_ids` [batch * n] out; see `split` for what comes back."""
-        return self.split(self.blocks.index_select(0, block_ids).view(batch, -1, self.shape.row_width))
+    def read_blocks(self, block_ids: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies `block_ids` [batch * n] out, n * BLOCK_TOKENS = length; see `split` for what comes back."""
+        return self.split(self.blocks.index_select(0, block_ids), batch, length)
 
     def view_run(self, first_slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for `length` tokens of one sequence whose blocks lie side by side, without copying."""
-        return self.split(self.rows[first_slot : first_slot + length].unsqueeze(0))
+        return self.split(self.rows, 1, length, first_slot)
 
-    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, L, row_width] -> keys and values, each [B, num_kv_heads, L, dim] (strided views)."""
-        batch, length, _ = rows.shape
-        keys = rows[..., : self._keys_width].view(batch, length, self.shape.num_kv_heads, self.shape.key_dim)
-        values = rows[..., self._keys_width :].view(batch, length, self.shape.num_kv_heads, self.shape.value_dim)
-        return keys.transpose(1, 2), values.transpose(1, 2)
+    def split(
+        self, rows: torch.Tensor, batch: int, length: int, first_row: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of contiguous rows as keys and values, each [batch, num_kv_heads, length, dim]."""
+        heads, key_dim, value_dim = self.shape.num_kv_heads, self.shape.key_dim, self.shape.value_dim
+        width = self.shape.row_width
+        # Two views instead of a chain of eight: this runs in every layer of every step.
+        start = rows.storage_offset() + first_row * width
+        keys = rows.as_strided((batch, heads, length, key_dim), (length * width, key_dim, width, 1), start)
+        values = rows.as_strided(
+            (batch, heads, length, value_dim), (length * width, value_dim, width, 1), start + heads * key_dim
+        )
+        return keys, values
 
 
 class KvCache:

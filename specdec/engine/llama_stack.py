@@ -15,14 +15,11 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, 
 
 from specdec.engine.attention import PagedContext
 from specdec.engine.batch import StepBatch
-from specdec.engine.projection import Projection, fuse_linears
+from specdec.engine.projection import Projection, fuse_linears, keeps_both_layouts
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
-
-# An embedding that is also the head is kept a second time, laid out for multiplying, up to this size.
-_HEAD_COPY_BYTES = 64 << 20
 
 
 class LlamaStack:
@@ -31,14 +28,15 @@ class LlamaStack:
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
         inner = model.model
+        both_layouts = keeps_both_layouts(model)
         self._embedding = inner.embed_tokens.weight.detach()
         self._rotary = inner.rotary_emb
-        self._norm = inner.norm
+        self._norm = _RmsNorm(inner.norm)
         self._layers = []
         for index in range(len(inner.layers)):
-            self._layers.append(_Layer(inner.layers[index], index))
+            self._layers.append(_Layer(inner.layers[index], index, both_layouts))
             inner.layers[index] = nn.Identity()
-        self._head = _head(model)
+        self._head = Projection(model.lm_head.weight, model.lm_head.bias, both_layouts=both_layouts)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -63,50 +61,64 @@ class LlamaStack:
         for layer in self._layers:
             hidden = layer(hidden, cos, signed_sin, context)
         rows = hidden.index_select(0, batch.logit_rows)  # [R, hidden]
-        return self._head(rms_norm(rows, rows.shape[-1:], self._norm.weight, self._norm.variance_epsilon))
+        return self._head(self._norm(rows))
+
+
+class _RmsNorm:
+    """Root mean square normalisation over the last dimension, in as few operations as the device allows."""
+
+    def __init__(self, norm: nn.Module, gains: torch.Tensor | None = None) -> None:
+        """gains: [..., width] instead of the module's own weight."""
+        self._gains = norm.weight.detach() if gains is None else gains
+        self._width = self._gains.shape[-1]
+        self._eps = norm.variance_epsilon
+        self._eps_tensor = torch.tensor(self._eps, device=self._gains.device)
+        # PyTorch has one kernel for it on a GPU; on a CPU it runs seven, and half precision needs them.
+        self._few_operations = self._gains.device.type == "cpu" and self._gains.dtype == torch.float32
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._few_operations:
+            return rms_norm(x, (self._width,), None, self._eps) * self._gains
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps_tensor, length, length, value=1 / self._width).rsqrt_()
+        return (x * scale).mul_(self._gains)
 
 
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, layer: nn.Module, index: int) -> None:
+    def __init__(self, layer: nn.Module, index: int, both_layouts: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
         self._head_dim = attention.head_dim
         self._num_heads = attention.q_proj.out_features // self._head_dim
         self._num_kv_heads = attention.k_proj.out_features // self._head_dim
         self._scaling = attention.scaling
-        self._attention_norm = layer.input_layernorm.weight.detach()
-        self._mlp_norm = layer.post_attention_layernorm.weight.detach()
-        self._eps = layer.input_layernorm.variance_epsilon
-        self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj))
-        self._output = Projection(attention.o_proj.weight, attention.o_proj.bias)
-        self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj))
-        self._down = Projection(mlp.down_proj.weight, mlp.down_proj.bias)
+        self._attention_norm = _RmsNorm(layer.input_layernorm)
+        self._mlp_norm = _RmsNorm(layer.post_attention_layernorm)
+        self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), both_layouts=both_layouts)
+        self._output = Projection(attention.o_proj.weight, attention.o_proj.bias, both_layouts=both_layouts)
+        self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), both_layouts=both_layouts)
+        self._down = Projection(mlp.down_proj.weight, mlp.down_proj.bias, both_layouts=both_layouts)
         self._width = mlp.gate_proj.out_features
         self._activation = mlp.act_fn
         self._qk_norm = None
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-            self._qk_norm = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
+            gains = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
+            self._qk_norm = _RmsNorm(attention.q_norm, gains)
 
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, context: PagedContext
     ) -> torch.Tensor:
         tokens, heads, kv_heads, dim = hidden.shape[0], self._num_heads, self._num_kv_heads, self._head_dim
-        qkv = self._qkv.forward(rms_norm(hidden, hidden.shape[-1:], self._attention_norm, self._eps))
+        qkv = self._qkv.forward(self._attention_norm(hidden))
         qk = qkv[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
-        normed = qk if self._qk_norm is None else rms_norm(qk, (dim,), None, self._eps) * self._qk_norm
+        normed = qk if self._qk_norm is None else self._qk_norm(qk)
         # In place: rotated keys and plain values then lie side by side, as the cache stores them.
         torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin, out=qk)
-        attended = context.attend_rows(self._index, qk[:, :heads], qkv[:, heads * dim :], self._scaling)
+        attended = context.attend_rows(self._index, qk[:, :heads], qkv[:, heads * dim :], self._scaling, None)
         hidden = self._output.add_to(hidden, attended.reshape(tokens, -1))
-        gate_up = self._gate_up.forward(rms_norm(hidden, hidden.shape[-1:], self._mlp_norm, self._eps))
+        gate_up = self._gate_up.forward(self._mlp_norm(hidden))
         gated = self._activation(gate_up[:, : self._width]) * gate_up[:, self._width :]
         return self._down.add_to(hidden, gated)
-
-
-def _head(model: PreTrainedModel) -> Projection:
-    head = model.lm_head
-    tied = head.weight is model.model.embed_tokens.weight
-    return Projection(head.weight, head.bias, copy=not tied or head.weight.nbytes <= _HEAD_COPY_BYTES)

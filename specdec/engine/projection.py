@@ -1,9 +1,10 @@
 """Linear layers stored the way they multiply fastest.
 
-On a CPU, a matrix with at least as many outputs as inputs multiplies a few rows up to twice as fast when its transpose
-lies contiguously; one with fewer outputs does not (docs/LOG.md has the figures). Only this process's copy of the
-weights is laid out anew; results differ from `nn.Linear` by rounding alone. Called by `engine.hf_adapter` and
-`engine.llama_stack`.
+PyTorch's CPU product of a few rows with a weight as checkpoints store it reaches a fraction of the memory bandwidth.
+Two other layouts do better: for one or two rows the transpose, contiguous (where there are at least as many outputs as
+inputs), from three rows on oneDNN's own blocked layout. Models up to `_BOTH_LAYOUTS_BYTES` keep both, larger ones the
+blocked one alone; docs/LOG.md has the figures. The checkpoint is not touched; results differ from `nn.Linear` by
+rounding alone. Called by `engine.hf_adapter` and `engine.llama_stack`.
 """
 
 from __future__ import annotations
@@ -13,49 +14,78 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+# Up to this many rows the transposed layout is the faster one.
+_FEW_ROWS = 2
+# What oneDNN chooses its blocks for; it matters little beyond one row.
+_TYPICAL_ROWS = 5
+_BOTH_LAYOUTS_BYTES = 1 << 30
+
 
 class Projection(nn.Module):
-    """x [..., in] -> x W^T + b [..., out], with the weight kept as [in, out]."""
+    """x [..., in] -> x W^T + b [..., out]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, copy: bool = True) -> None:
-        """weight: [out, in]; with `copy` it is laid out anew where that multiplies faster."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, both_layouts: bool = True) -> None:
+        """Takes a weight over.
+
+        Args:
+            weight: [out, in].
+            bias: [out].
+            both_layouts: keep a layout for few rows beside the one for many.
+        """
         super().__init__()
-        out_features, in_features = weight.shape
-        transposed = weight.detach().t()
-        if copy and weight.device.type == "cpu" and out_features >= in_features:
-            transposed = transposed.contiguous()
-        self.weight_t = transposed  # [in, out]
+        weight = weight.detach()
+        self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
+        self.blocked = _blocked(weight)
+        self.weight_t: torch.Tensor | None = None  # [in, out]
+        if self.blocked is None:
+            self.weight_t = weight.t()
+        elif both_layouts:
+            self.weight_t = weight.t().contiguous() if self.out_features >= self.in_features else weight.t()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return x @ self.weight_t
-        if x.ndim == 2:
-            return torch.addmm(self.bias, x, self.weight_t)
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight_t).view(*x.shape[:-1], self.weight_t.shape[1])
+        if self._prefers_plain(x):
+            if self.bias is None:
+                return x @ self.weight_t
+            flat = torch.addmm(self.bias, x.reshape(-1, self.in_features), self.weight_t)
+            return flat.view(*x.shape[:-1], self.out_features)
+        return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [T, out] + forward(x [T, in])."""
-        output = torch.addmm(residual, x, self.weight_t)
-        return output if self.bias is None else output.add_(self.bias)
+        if self._prefers_plain(x):
+            output = torch.addmm(residual, x, self.weight_t)
+            return output if self.bias is None else output.add_(self.bias)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.blocked, self.bias, "add")
+
+    def _prefers_plain(self, x: torch.Tensor) -> bool:
+        return self.blocked is None or (self.weight_t is not None and x.numel() <= _FEW_ROWS * self.in_features)
 
 
-def fuse_linears(linears: Sequence[nn.Linear]) -> Projection:
+def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
+    """oneDNN's layout of a weight; None where the product would not use it."""
+    if weight.device.type != "cpu" or weight.dtype == torch.float16 or not torch.backends.mkldnn.is_available():
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+
+
+def keeps_both_layouts(model: nn.Module) -> bool:
+    """Whether a model is small enough for a second copy of its linear weights."""
+    return sum(parameter.nbytes for parameter in model.parameters()) <= _BOTH_LAYOUTS_BYTES
+
+
+def fuse_linears(linears: Sequence[nn.Linear], *, both_layouts: bool) -> Projection:
     """One projection whose outputs are those of several that share their input, side by side."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias for linear in linears]
-    if any(bias is None for bias in biases):
-        return Projection(weight, None)
-    return Projection(weight, torch.cat([bias.detach() for bias in biases]))
+    bias = None if any(bias is None for bias in biases) else torch.cat([bias.detach() for bias in biases])
+    return Projection(weight, bias, both_layouts=both_layouts)
 
 
 def relayout_linears(model: nn.Module) -> None:
-    """Replaces a CPU model's `nn.Linear` modules where `Projection` is faster; tied weights stay as they are."""
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    """Replaces a model's `nn.Linear` modules by projections; a weight tied to an embedding stays beside its copy."""
+    both_layouts = keeps_both_layouts(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.out_features >= child.in_features and owners[id(child.weight)] == 1:
-                setattr(parent, name, Projection(child.weight, child.bias))
+            if type(child) is nn.Linear:
+                setattr(parent, name, Projection(child.weight, child.bias, both_layouts=both_layouts))
