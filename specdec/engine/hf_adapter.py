@@ -6,11 +6,14 @@ it attends (no table of architectures), sizes the KV pool. Called by the service
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.attention import ATTENTION_NAME, register_attention
@@ -143,15 +146,30 @@ def _load_model(
     register_attention()
     register_probe()
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True
-        )
+        with _quietly():
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True
+            )
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
         raise InvalidRequest(f"model {model!r} cannot be loaded: {_first_line(error)}", field="model") from error
     if report["missing_keys"]:
         name = min(report["missing_keys"])
         raise InvalidRequest(f"model {model!r} lacks weights, {name} for one", field="model")
     return loaded.to(device).eval()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps transformers' progress bars and reports off stderr: what is wrong comes as one error."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

@@ -121,10 +121,11 @@ def test_attention_that_cannot_be_replaced_is_unsupported(editable: Path) -> Non
         load(editable)
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(editable: Path) -> None:
+def test_a_checkpoint_that_lacks_weights_is_refused(editable: Path, capfd: pytest.CaptureFixture[str]) -> None:
     edit_json(editable / "config.json", num_hidden_layers=4)
     with pytest.raises(InvalidRequest, match=r"lacks weights, model\.layers\.3"):
         load(editable)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -137,11 +138,14 @@ def test_a_checkpoint_that_lacks_weights_is_refused(editable: Path) -> None:
         (lambda directory: edit_json(directory / "config.json", model_type="nonsense"), "unreadable config.json"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_in_one_line(editable: Path, damage, message: str) -> None:
+def test_a_damaged_checkpoint_is_refused_in_one_line(
+    editable: Path, damage, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     damage(editable)
     with pytest.raises(InvalidRequest, match=message) as raised:
         load(editable)
     assert "\n" not in raised.value.message
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
