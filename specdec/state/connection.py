@@ -1,12 +1,17 @@
 """One Redis connection pool with its Lua scripts, and Redis's failures as the error tree.
 
-Not here: what is stored. A `memory://` URL is an in-process `fakeredis`, one shared instance per process and name.
+Scripts asked for in one turn of the event loop travel in one pipeline; each stays its own atomic step. Not here: what
+is stored. A `memory://` URL is an in-process `fakeredis`, one shared instance per process and name.
 Called by `redis_store` and `registry`; nothing else talks to Redis.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -15,7 +20,7 @@ from urllib.parse import urlsplit
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
+from redis.exceptions import BusyLoadingError, ConnectionError, NoScriptError, RedisError, TimeoutError
 
 from specdec.errors import InvalidRequest, Unavailable
 
@@ -26,6 +31,8 @@ CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 2.0
 POOL_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
+#: Most scripts in one pipeline: its last reply waits for all of them.
+MAX_BATCH = 256
 #: Every script is idempotent, so a lost reply is asked for again; a dead server is given up after this many tries more.
 NUM_RETRIES = 3
 RETRY_BASE_S = 0.02
@@ -49,7 +56,7 @@ class RedisConnection:
         """
         self._place = _describe(url)
         self._client: Any = _open_client(url)
-        self._scripts: dict[str, Any] = {}
+        self._scripts = _ScriptRunner(self._client)
 
     async def run_script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int] = ()) -> Any:
         """Runs `scripts/<name>.lua`, one atomic step.
@@ -57,11 +64,8 @@ class RedisConnection:
         Raises:
             Unavailable: STORE_UNAVAILABLE, within the bounds of this module's timeouts and retries.
         """
-        script = self._scripts.get(name)
-        if script is None:
-            script = self._scripts[name] = self._client.register_script(_script_text(name))
         try:
-            return await script(keys=list(keys), args=list(args))
+            return await self._scripts.run(name, keys, args)
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from error
 
@@ -73,12 +77,101 @@ class RedisConnection:
             raise self._unavailable(error) from error
 
     async def close(self) -> None:
-        """Closes every connection. Idempotent."""
+        """Closes every connection; scripts under way fail. Idempotent."""
+        await self._scripts.close()
         await self._client.aclose()
 
     def _unavailable(self, error: Exception) -> Unavailable:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         return Unavailable(f"the store at {self._place} cannot serve: {reason}", reason="STORE_UNAVAILABLE")
+
+
+@dataclass(slots=True)
+class _Call:
+    name: str
+    parameters: tuple[str | bytes | int, ...]
+    """Number of keys, keys, arguments."""
+    answer: asyncio.Future[Any]
+
+
+class _ScriptRunner:
+    """Sends scripts in pipelines, one at a time: those asked for while one is under way go with the next."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._waiting: deque[_Call] = deque()
+        self._sender: asyncio.Task[None] | None = None
+
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+        """The script's answer. Cancelling drops a script that was not sent yet. Raises what redis-py does."""
+        call = _Call(name, (len(keys), *keys, *args), asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_all(), name="store")
+        return await call.answer
+
+    async def close(self) -> None:
+        """Fails what waits or is under way."""
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.wait([self._sender])
+
+    async def _send_all(self) -> None:
+        batch: list[_Call] = []
+        try:
+            while batch := self._take():
+                await self._send(batch)
+        finally:
+            self._sender = None
+            _fail([*batch, *self._waiting], ConnectionError("the connection was closed"))
+            self._waiting.clear()
+
+    def _take(self) -> list[_Call]:
+        batch: list[_Call] = []
+        while self._waiting and len(batch) < MAX_BATCH:
+            call = self._waiting.popleft()
+            if not call.answer.done():
+                batch.append(call)
+        return batch
+
+    async def _send(self, batch: list[_Call]) -> None:
+        try:
+            answers = await self._run_pipeline(batch)
+            if unknown := {call.name for call, answer in zip(batch, answers, strict=True) if _is_unknown(answer)}:
+                # A server that has just started knows no script; those that did not run are asked for again.
+                for name in unknown:
+                    await self._client.script_load(_script_text(name))
+                again = [call for call, answer in zip(batch, answers, strict=True) if _is_unknown(answer)]
+                answered = iter(await self._run_pipeline(again))
+                answers = [next(answered) if _is_unknown(answer) else answer for answer in answers]
+        except (RedisError, OSError) as error:
+            _fail(batch, error)
+            return
+        for call, answer in zip(batch, answers, strict=True):
+            if call.answer.done():
+                continue
+            if isinstance(answer, Exception):
+                call.answer.set_exception(answer)
+            else:
+                call.answer.set_result(answer)
+
+    async def _run_pipeline(self, batch: list[_Call]) -> list[Any]:
+        """An answer for each call: what the script returned, or the exception it met alone."""
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for call in batch:
+                pipeline.execute_command("EVALSHA", _script_sha(call.name), *call.parameters)
+            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+            return answers
+
+
+def _is_unknown(answer: Any) -> bool:
+    return isinstance(answer, NoScriptError)
+
+
+def _fail(calls: Sequence[_Call], error: Exception) -> None:
+    for call in calls:
+        if not call.answer.done():
+            call.answer.set_exception(error)
 
 
 def _open_client(url: str) -> Any:
@@ -121,6 +214,12 @@ def _memory_server(name: str) -> Any:
 @cache
 def _script_text(name: str) -> str:
     return (resources.files("specdec.state") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
+
+
+@cache
+def _script_sha(name: str) -> str:
+    """The name Redis gives a script."""
+    return hashlib.sha1(_script_text(name).encode(), usedforsecurity=False).hexdigest()
 
 
 def _describe(url: str) -> str:
