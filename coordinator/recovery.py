@@ -133,7 +133,11 @@ def decode_parameters(text: str) -> RequestParameters:
 
 
 def encode_stats(stats: GenerationStats) -> str:
-    return json.dumps(asdict(stats))
+    # Once a round: `asdict` would copy every list first.
+    return json.dumps({name: getattr(stats, name) for name in _STATS_FIELDS})
+
+
+_STATS_FIELDS = tuple(GenerationStats.__dataclass_fields__)
 
 
 def decode_stats(text: str) -> GenerationStats:

@@ -7,6 +7,7 @@ front of the coordinator: gRPC now, HTTP later.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
@@ -96,8 +97,7 @@ class TokenLogprobs:
     top: tuple[TopLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenProvenance:
+class TokenProvenance(NamedTuple):
     """Where an output token came from."""
 
     source: TokenSource
@@ -110,8 +110,7 @@ class TokenProvenance:
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputToken:
+class OutputToken(NamedTuple):
     """A committed output token."""
 
     token_id: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,13 @@ def seed_words(seed: int) -> tuple[int, int]:
     return seed & _MASK, (seed >> 32) & _MASK
 
 
+@lru_cache(maxsize=4096)
+def _key_schedule(seed: int) -> tuple[tuple[int, int], ...]:
+    """The key words of the ten rounds, which every draw of a request shares."""
+    k0, k1 = seed_words(seed)
+    return tuple(((k0 + step * _KEY_STEPS[0]) & _MASK, (k1 + step * _KEY_STEPS[1]) & _MASK) for step in range(10))
+
+
 @dataclass(frozen=True, slots=True)
 class DrawKey:
     """The key of one round's draws.
@@ -92,7 +100,13 @@ class DrawKey:
     """Committed tokens when the round starts."""
 
     def _words(self, index: int, stream: Stream) -> tuple[int, int, int, int]:
-        return philox4x32((self.turn, self.committed_len, index, int(stream)), seed_words(self.seed))
+        """As `philox4x32` on ints; the multipliers' products need no mask after their shift."""
+        c0, c1, c2, c3 = self.turn, self.committed_len, index, int(stream)
+        multiplier0, multiplier1 = _MULTIPLIERS
+        for k0, k1 in _key_schedule(self.seed):
+            product0, product1 = c0 * multiplier0, c2 * multiplier1
+            c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & _MASK, (product0 >> 32) ^ c3 ^ k1, product0 & _MASK
+        return c0, c1, c2, c3
 
     def uniform(self, index: int, stream: Stream) -> float:
         """A uniform in the open interval (0, 1), on a grid of 2^52 points."""

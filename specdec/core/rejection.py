@@ -43,7 +43,7 @@ def entry_of(token_id: int, support: Support) -> int:
     Raises:
         Internal: it is not there, so the proposal is not what was sampled.
     """
-    entry = int(np.searchsorted(support.token_ids, token_id))
+    entry = int(support.token_ids.searchsorted(token_id))
     if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
         raise Internal(f"draft token {token_id} is not in the support it came with")
     return entry
@@ -55,7 +55,7 @@ def acceptance_bound(entry: int, support: Support, row: LawRow) -> int:
     `U * w < P * W` solved for U, so the acceptance probability is min(1, p/q) to within 2^-31.
     """
     weight = int(support.weights[entry])
-    target = int(row.weights[entry]) * int(support.weights.sum(dtype=np.int64))
+    target = int(row.weights[entry]) * _total(support)
     return min(LAW_TOTAL, -(-target // weight))
 
 
@@ -64,12 +64,17 @@ def residual_weights(support: Support, row: LawRow) -> NDArray[np.int64]:
 
     Their sum is at most 2^62. Where p = q on all of it, p itself.
     """
-    total = int(support.weights.sum(dtype=np.int64))
+    total = _total(support)
     target = row.weights.astype(np.int64)
     residual = target * total
     residual[:-1] -= support.weights.astype(np.int64) * LAW_TOTAL
     np.maximum(residual, 0, out=residual)
     return residual if residual.any() else target
+
+
+def _total(support: Support) -> int:
+    """W; `np.add.reduce` is what `sum` calls after looking at its arguments."""
+    return int(np.add.reduce(support.weights, dtype=np.int64))
 
 
 def verify_rejection(
@@ -86,39 +91,40 @@ def verify_rejection(
     Raises:
         Internal: a draft token is outside its support.
     """
+    accepted_entries: list[int] = []
     for index, token_id in enumerate(draft_token_ids):
         support, row = supports[index], rows[index]
-        bound = acceptance_bound(entry_of(int(token_id), support), support, row)
-        if key.uint31(index, Stream.ACCEPT) >= bound:
+        entry = entry_of(int(token_id), support)
+        if key.uint31(index, Stream.ACCEPT) >= acceptance_bound(entry, support, row):
             weights = residual_weights(support, row)
-            entry = index_at(weights, key.below(int(weights.sum()), index, Stream.RESIDUAL))
-            return decision_of(draft_token_ids, supports, rows, index, entry)
-    return decision_of(draft_token_ids, supports, rows, len(draft_token_ids), 0)
+            final_entry = index_at(weights, key.below(int(weights.sum()), index, Stream.RESIDUAL))
+            return decision_of(draft_token_ids, supports, rows, accepted_entries, final_entry)
+        accepted_entries.append(entry)
+    return decision_of(draft_token_ids, supports, rows, accepted_entries, 0)
 
 
 def decision_of(
     draft_token_ids: TokenIds | Sequence[int],
     supports: Sequence[Support],
     rows: Sequence[LawRow],
-    num_accepted: int,
+    accepted_entries: Sequence[int],
     final_entry: int,
 ) -> Decision:
-    """The decision that keeps `num_accepted` draft tokens and ends with one entry of the next row.
+    """The decision that keeps the first draft tokens and ends with one entry of the next row.
 
     Args:
         draft_token_ids: as in `verify_rejection`, like `supports` and `rows`.
         supports: see above.
         rows: see above.
-        num_accepted: 0..L.
-        final_entry: entry of row `num_accepted`: an index into its support, or the size of it for z.
+        accepted_entries: for each draft token kept, its index in its support.
+        final_entry: entry of the row after those: an index into its support, or the size of it for z.
     """
-    num_drafted = len(draft_token_ids)
+    num_accepted = len(accepted_entries)
     token_ids = [int(token_id) for token_id in draft_token_ids[:num_accepted]]
-    entries = [entry_of(token_id, support) for token_id, support in zip(token_ids, supports, strict=False)]
-    p = [int(row.weights[entry]) / LAW_TOTAL for entry, row in zip(entries, rows, strict=False)]
+    p = [int(row.weights[entry]) / LAW_TOTAL for entry, row in zip(accepted_entries, rows, strict=False)]
     q = [
-        int(support.weights[entry]) / int(support.weights.sum(dtype=np.int64))
-        for entry, support in zip(entries, supports, strict=False)
+        int(support.weights[entry]) / _total(support)
+        for entry, support in zip(accepted_entries, supports, strict=False)
     ]
     last = rows[num_accepted]
     is_tail = final_entry == len(last.weights) - 1
@@ -127,7 +133,7 @@ def decision_of(
     return Decision(
         num_accepted=num_accepted,
         token_ids=tuple(token_ids),
-        sources=sources_of(num_drafted, num_accepted),
+        sources=sources_of(len(draft_token_ids), num_accepted),
         p=tuple(p),
         q=(*q, 0.0),
     )

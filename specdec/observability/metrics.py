@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -43,12 +45,7 @@ class CoordinatorMetrics:
         )
         self._e2el_s = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_LATENCY_S)
         self._request_output = self._histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
-        self._drafts = self._counter("spec_decode_num_drafts", "Rounds with draft tokens.", "draft_pool")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_pool")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", "draft_pool")
-        self._accepted_per_pos = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position.", "draft_pool", "position"
-        )
+        self._speculation = cache(_SpeculationSeries(self.registry, model_name).of_pool)
         self._target_only = self._counter("target_only_steps", "Rounds without a draft token.", "cause")
         self._draft_s = self._histogram("draft_latency_seconds", "Propose calls, network included.", _LATENCY_S)
         self._verify_s = self._histogram("verify_latency_seconds", "Verify calls, network included.", _LATENCY_S)
@@ -56,46 +53,41 @@ class CoordinatorMetrics:
 
     def request_waiting(self, change: int) -> None:
         """`change` +1 when a request is admitted, -1 when it starts or is given up."""
-        self._waiting.labels(self._model_name).inc(change)
+        self._waiting.inc(change)
 
     def request_running(self, change: int) -> None:
         """`change` +1 when a request starts, -1 when it ends in any way."""
-        self._running.labels(self._model_name).inc(change)
+        self._running.inc(change)
 
     def observe_tokens(self, num_tokens: int, since_last_s: float | None) -> None:
         """A chunk was emitted, `since_last_s` after the one before it (None for the first).
 
         As in vLLM a chunk of several tokens is one interval.
         """
-        self._output_tokens.labels(self._model_name).inc(num_tokens)
+        self._output_tokens.inc(num_tokens)
         if since_last_s is not None:
-            self._itl_s.labels(self._model_name).observe(since_last_s)
+            self._itl_s.observe(since_last_s)
 
     def observe_first_token(self, ttft_s: float) -> None:
-        self._ttft_s.labels(self._model_name).observe(ttft_s)
+        self._ttft_s.observe(ttft_s)
 
     def observe_round(
         self, *, draft_pool: str, num_draft_tokens: int, num_accepted: int, wire_bytes: int, verify_s: float
     ) -> None:
         """A round with at least one draft token was decided."""
-        labels = (self._model_name, draft_pool)
-        self._drafts.labels(*labels).inc()
-        self._draft_tokens.labels(*labels).inc(num_draft_tokens)
-        self._accepted.labels(*labels).inc(num_accepted)
-        for position in range(num_accepted):
-            self._accepted_per_pos.labels(*labels, str(position)).inc()
-        self._wire_bytes.labels(self._model_name).inc(wire_bytes)
-        self._verify_s.labels(self._model_name).observe(verify_s)
+        self._speculation(draft_pool).observe(num_draft_tokens, num_accepted)
+        self._wire_bytes.inc(wire_bytes)
+        self._verify_s.observe(verify_s)
 
     def observe_target_only_step(self, *, cause: str, wire_bytes: int, verify_s: float) -> None:
         """A round without a draft token was decided; `cause` is a short fixed word (off, late, unavailable, ...)."""
         self._target_only.labels(self._model_name, cause).inc()
-        self._wire_bytes.labels(self._model_name).inc(wire_bytes)
-        self._verify_s.labels(self._model_name).observe(verify_s)
+        self._wire_bytes.inc(wire_bytes)
+        self._verify_s.observe(verify_s)
 
     def observe_draft(self, draft_s: float) -> None:
         """A Propose call was answered in time."""
-        self._draft_s.labels(self._model_name).observe(draft_s)
+        self._draft_s.observe(draft_s)
 
     def observe_finished(
         self,
@@ -109,25 +101,76 @@ class CoordinatorMetrics:
     ) -> None:
         """A request ended well; `finish_reason` is stop, length or stop_string."""
         self._success.labels(self._model_name, finish_reason).inc()
-        self._prompt_tokens.labels(self._model_name).inc(num_prompt_tokens)
-        self._cached_tokens.labels(self._model_name).inc(num_cached_prompt_tokens)
-        self._request_output.labels(self._model_name).observe(num_output_tokens)
-        self._e2el_s.labels(self._model_name).observe(e2el_s)
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.inc(num_cached_prompt_tokens)
+        self._request_output.observe(num_output_tokens)
+        self._e2el_s.observe(e2el_s)
         if num_output_tokens > 1:
-            self._tpot_s.labels(self._model_name).observe((e2el_s - ttft_s) / (num_output_tokens - 1))
+            self._tpot_s.observe((e2el_s - ttft_s) / (num_output_tokens - 1))
 
     def observe_failed(self, reason: str) -> None:
         """A request ended with an error of this reason (api.md), or was cancelled (`CANCELLED`)."""
         self._failures.labels(self._model_name, reason).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"specdec:{name}", text, ("model_name", *labels), registry=self.registry)
+        """A counter; without further labels, its only series, so that counting does not look it up."""
+        counter = _counter(self.registry, name, text, *labels)
+        return counter if labels else counter.labels(self._model_name)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"specdec:{name}", text, ("model_name",), registry=self.registry)
+        gauge = Gauge(f"specdec:{name}", text, ("model_name",), registry=self.registry)
+        return gauge.labels(self._model_name)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"specdec:{name}", text, ("model_name",), buckets=buckets, registry=self.registry)
+        histogram = Histogram(f"specdec:{name}", text, ("model_name",), buckets=buckets, registry=self.registry)
+        return histogram.labels(self._model_name)
+
+
+class _SpeculationSeries:
+    """The counters of draft tokens, by draft pool."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+        self._drafts = _counter(registry, "spec_decode_num_drafts", "Rounds with draft tokens.", "draft_pool")
+        self._draft_tokens = _counter(registry, "spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_pool")
+        self._accepted = _counter(registry, "spec_decode_num_accepted_tokens", "Draft tokens accepted.", "draft_pool")
+        self._accepted_per_pos = _counter(
+            registry,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position.",
+            "draft_pool",
+            "position",
+        )
+
+    def of_pool(self, draft_pool: str) -> _PoolSeries:
+        labels = (self._model_name, draft_pool)
+        return _PoolSeries(
+            drafts=self._drafts.labels(*labels),
+            draft_tokens=self._draft_tokens.labels(*labels),
+            accepted=self._accepted.labels(*labels),
+            accepted_at=cache(lambda position: self._accepted_per_pos.labels(*labels, str(position))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolSeries:
+    """One pool's series, looked up once."""
+
+    drafts: Counter
+    draft_tokens: Counter
+    accepted: Counter
+    accepted_at: Callable[[int], Counter]
+
+    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
+        self.drafts.inc()
+        self.draft_tokens.inc(num_draft_tokens)
+        self.accepted.inc(num_accepted)
+        for position in range(num_accepted):
+            self.accepted_at(position).inc()
+
+
+def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"specdec:{name}", text, ("model_name", *labels), registry=registry)
 
 
 class _Load(Protocol):

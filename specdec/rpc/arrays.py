@@ -30,28 +30,30 @@ def encode_supports(support_ids: Sequence[TokenIds]) -> draft_pb2.Supports:
     return draft_pb2.Supports(sizes=sizes, id_deltas=deltas.tolist())
 
 
-def decode_supports(message: draft_pb2.Supports, num_supports: int) -> tuple[TokenIds, ...]:
+def decode_supports(message: draft_pb2.Supports, num_supports: int) -> list[TokenIds]:
     """The inverse of `encode_supports`. Raises ValueError unless there are `num_supports`, each ascending."""
-    sizes = list(message.sizes)
+    sizes = message.sizes[:]
     if len(sizes) != num_supports:
         raise ValueError(f"{len(sizes)} supports where {num_supports} are expected")
     if not sizes:
         if len(message.id_deltas):
             raise ValueError("id_deltas without sizes")
-        return ()
-    deltas = np.array(message.id_deltas, dtype=np.uint64)
+        return []
+    deltas = np.array(message.id_deltas, dtype=np.int64)
     if min(sizes) == 0 or sum(sizes) != len(deltas):
         raise ValueError(f"sizes {sizes} do not add up to {len(deltas)} ids, or one of them is 0")
-    supports, end = [], 0
-    for size in sizes:
-        part = np.cumsum(deltas[end : end + size])
-        if not deltas[end + 1 : end + size].all():
-            raise ValueError("token ids are not ascending")
-        if part[-1] > _LARGEST_ID:
-            raise ValueError("a token id is beyond 32 bits")
-        supports.append(part.astype(np.uint32))
-        end += size
-    return tuple(supports)
+    starts = [0, *accumulate(sizes[:-1])]
+    firsts = deltas[starts]
+    # All supports in one running sum: where one begins, what came before it is taken off again.
+    deltas[starts] = 1
+    if not deltas.all():
+        raise ValueError("token ids are not ascending")
+    deltas[starts] = firsts
+    sums = deltas.cumsum()
+    ids = sums - np.repeat(sums[starts] - firsts, sizes)
+    if ids.max() > _LARGEST_ID:
+        raise ValueError("a token id is beyond 32 bits")
+    return split(ids.astype(np.uint32), sizes)
 
 
 def token_ids(values: Sequence[int]) -> TokenIds:
@@ -73,6 +75,9 @@ def from_bytes(content: bytes, dtype: str, count: int, name: str) -> NDArray[Any
 
 
 def split(values: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
-    """Cuts `values` into consecutive views of the given sizes."""
-    ends = accumulate(sizes)
-    return [values[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    """Cuts `values` into consecutive views of the given sizes, which must add up to its length."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(values[start : start + size])
+        start += size
+    return parts

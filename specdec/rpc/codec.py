@@ -10,6 +10,7 @@ Wire format: protos/specdec/v1/{common,draft,target}.proto. Numbers in `bytes` f
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,10 @@ from specdec.types import (
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 _MAX_LOGPROBS = 1024
+
+#: The bonus position's row: its support is empty, so all of it is the rest.
+_BONUS_WEIGHTS = np.array([LAW_TOTAL], dtype=np.uint32)
+_BONUS_WEIGHTS.setflags(write=False)
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
@@ -92,7 +97,7 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
     num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     most = min(_MAX_LOGPROBS, limits.vocabulary_size)
     require((num_logprobs or 0) <= most, "num_logprobs", f"must be at most {most}, not {num_logprobs}")
-    return VerifyRequest(round_, draft_token_ids, support_ids, num_logprobs)
+    return VerifyRequest(round_, draft_token_ids, tuple(support_ids), num_logprobs)
 
 
 # ---- replies -----------------------------------------------------------------------------------------------------
@@ -129,20 +134,12 @@ def decode_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Pro
 def _read_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
     draft_token_ids = token_ids(message.draft_token_ids)
     num_draft_tokens = len(draft_token_ids)
-    _expect(num_draft_tokens <= request.gamma, f"{num_draft_tokens} draft tokens for a gamma of {request.gamma}")
+    if num_draft_tokens > request.gamma:
+        raise ValueError(f"{num_draft_tokens} draft tokens for a gamma of {request.gamma}")
     num_supports = num_draft_tokens if uses_supports(request.round) else 0
-    support_ids = decode_supports(message.supports, num_supports)
-    sizes = [len(ids) for ids in support_ids]
-    # Beyond it the integers of the acceptance rule could overflow.
-    _expect(max(sizes, default=0) <= MAX_SUPPORT, f"a support of more than {MAX_SUPPORT} entries")
-    weights = from_bytes(message.weights, "<u2", sum(sizes), "weights")
-    _expect(bool(weights.all()), "a support entry of weight 0")
-    _expect(len(message.lost_mass) in (0, num_draft_tokens), "lost_mass is not one number a draft token")
-    supports = tuple(Support(ids, part) for ids, part in zip(support_ids, split(weights, sizes), strict=True))
-    for token_id, ids in zip(draft_token_ids, support_ids, strict=False):  # no supports: greedy or coupled
-        at = ids.searchsorted(token_id)
-        if at == len(ids) or ids[at] != token_id:
-            raise ValueError(f"draft token {token_id} is not in its own support")
+    supports = _read_supports(message, draft_token_ids.tolist()[:num_supports])
+    if len(message.lost_mass) not in (0, num_draft_tokens):
+        raise ValueError("lost_mass is not one number a draft token")
     return Proposal(
         draft_token_ids=draft_token_ids,
         supports=supports,
@@ -151,6 +148,23 @@ def _read_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Prop
         num_cached_tokens=message.num_cached_tokens,
         forward_s=message.forward_s,
     )
+
+
+def _read_supports(message: draft_pb2.Proposal, drawn: list[int]) -> tuple[Support, ...]:
+    """The laws that the tokens `drawn` were drawn from, one each."""
+    support_ids = decode_supports(message.supports, len(drawn))
+    sizes = [len(ids) for ids in support_ids]
+    # Beyond it the integers of the acceptance rule could overflow.
+    if max(sizes, default=0) > MAX_SUPPORT:
+        raise ValueError(f"a support of more than {MAX_SUPPORT} entries")
+    weights = from_bytes(message.weights, "<u2", sum(sizes), "weights")
+    if not weights.all():
+        raise ValueError("a support entry of weight 0")
+    for token_id, ids in zip(drawn, support_ids, strict=True):
+        at = ids.searchsorted(token_id)
+        if at == len(ids) or ids[at] != token_id:
+            raise ValueError(f"draft token {token_id} is not in its own support")
+    return tuple(map(Support, support_ids, split(weights, sizes)))
 
 
 def encode_verification(verification: Verification, call_id: int) -> target_pb2.Verification:
@@ -238,18 +252,22 @@ _ENGINE_INFO_FIELDS = tuple(EngineInfo.__dataclass_fields__)
 def _decode_rows(message: target_pb2.Verification, request: VerifyRequest) -> tuple[LawRow, ...]:
     sizes = [len(ids) + 1 for ids in request.support_ids]
     weights = from_bytes(message.weights, "<u4", sum(sizes), "weights")
-    parts = [*split(weights, sizes), np.array([LAW_TOTAL], dtype=np.uint32)]
-    for index, part in enumerate(parts):
-        total = int(part.sum(dtype=np.uint64))
-        _expect(total == LAW_TOTAL, f"the weights of position {index} sum to {total}, not 2^31")
-    has_tail = [bool(part[-1] > 0) for part in parts]
-    _expect(
-        len(message.tail_token_ids) == len(message.tail_probabilities) == sum(has_tail),
-        f"{len(message.tail_token_ids)} tail tokens for {sum(has_tail)} positions with a rest",
-    )
-    tails = iter(zip(message.tail_token_ids, message.tail_probabilities, strict=True))
+    rests: list[int] = []
+    if sizes:
+        ends = list(accumulate(sizes))
+        totals = np.add.reduceat(weights, [0, *ends[:-1]], dtype=np.int64).tolist()
+        if any(total != LAW_TOTAL for total in totals):
+            raise ValueError(f"the weights of a position do not sum to 2^31: {totals}")
+        rests = weights[[end - 1 for end in ends]].tolist()
+    rests.append(LAW_TOTAL)
+    tail_ids, tail_probabilities = message.tail_token_ids[:], message.tail_probabilities[:]
+    num_tails = sum(rest > 0 for rest in rests)
+    if not len(tail_ids) == len(tail_probabilities) == num_tails:
+        raise ValueError(f"{len(tail_ids)} tail tokens for {num_tails} positions with a rest")
+    tails = zip(tail_ids, tail_probabilities, strict=True)
     return tuple(
-        LawRow(part, *(next(tails) if present else (-1, 0.0))) for part, present in zip(parts, has_tail, strict=True)
+        LawRow(part, *(next(tails) if rest else (-1, 0.0)))
+        for part, rest in zip([*split(weights, sizes), _BONUS_WEIGHTS], rests, strict=True)
     )
 
 
