@@ -1,27 +1,34 @@
-"""How many draft tokens the next round asks for: the number with the most expected tokens per predicted second.
+"""How many draft tokens the next round asks for: the number that makes the most tokens a second of the whole batch.
 
-Decided from the session's past alone, by arithmetic on what it is told: the same observations give the same choice.
-docs/protocol.md section 7. Not here: the clock (`round` measures), load across sessions. Called by `round`.
+A round's own rate is its expected tokens over its predicted time. The rows it adds to the target's batch also delay
+whoever shares that batch, so they are charged at what the others lose: with nobody there they cost their own time only,
+on a full target no draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same
+observations give the same choice. docs/protocol.md section 7. Not here: the clock and the counting of others (`round`),
+how times are fitted (`forward_time`). Called by `round`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.forward_time import ForwardTime, RunningMean, keep_after
+
 #: Asked for until both links have been measured.
 FIRST_GAMMA = 4
 
-#: A session's own record outweighs its pool's after about this many tested draft tokens.
+#: A session's own record outweighs its pool's after about this many tested draft tokens, and the record of one position
+#: that of all positions together.
 PRIOR_TOKENS = 16.0
 
-#: Share of the newest observation in every running mean.
-NEWEST_SHARE = 0.1
+#: While target-only is best, one draft token is asked for every so many tokens, to notice when it no longer is.
+TOKENS_PER_PROBE = 50
 
-#: While target-only is best, every so many rounds one draft token is asked for, to notice when it no longer is.
-PROBE_EVERY = 32
-
-#: Rounds that ran more committed tokens than this say little about decoding.
+#: Rounds that ran more committed tokens than this on a replica say little about decoding there.
 MAX_PREFILLED = 32
+
+#: Share of a session's record of acceptance that is left one round later, and of a pool's.
+SESSION_KEEP = 0.95
+POOL_KEEP = 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,68 +38,97 @@ class RoundTimes:
     num_draft_tokens: int
     num_accepted: int
     draft_s: float
-    """Wait for the draft; 0 when it was not asked."""
+    """Wait for the draft, 0 when it was not asked: short where the answer had been drafted before it was asked for."""
     verify_s: float
+    verify_forward_s: float
+    """Of `verify_s`, what the target says it took."""
     num_prefilled: int
     """Committed tokens the target had to run in this round."""
+    num_draft_prefilled: int
+    """Committed tokens the draft had to run in this round."""
+    committed_len: int
+    """When the round started."""
+    num_asked: int
+    """Draft tokens asked for; the draft may have given fewer, or none."""
+    num_others: int = 0
+    """Verifications of other sessions that were with the same replica when this one was sent."""
+    num_other_rows: int = 0
+    """Positions of those."""
 
 
-class LinearTime:
-    """Fits seconds = fixed + per_unit * units to a stream of observations, forgetting old ones."""
+class Acceptance:
+    """Accepted and tested draft tokens per position, old rounds fading."""
 
-    def __init__(self, *, is_fixed: bool) -> None:
-        """`is_fixed`: whether time counts as fixed, not as per unit, while all observations had equal units."""
-        self._is_fixed = is_fixed
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
+        self._accepted: list[float] = []
+        self._tested: list[float] = []
 
-    @property
-    def is_measured(self) -> bool:
-        return self._weight > 0
+    def observe(self, num_drafted: int, num_accepted: int, elapsed_rounds: int) -> None:
+        keep = keep_after(self._keep, elapsed_rounds)
+        missing = num_drafted - len(self._tested)
+        self._accepted = [count * keep for count in self._accepted] + [0.0] * missing
+        self._tested = [count * keep for count in self._tested] + [0.0] * missing
+        for position in range(min(num_accepted + 1, num_drafted)):
+            self._tested[position] += 1.0
+            self._accepted[position] += position < num_accepted
 
-    def observe(self, units: float, seconds: float) -> None:
-        keep = 1.0 - NEWEST_SHARE
-        self._weight = self._weight * keep + 1.0
-        self._x = self._x * keep + units
-        self._y = self._y * keep + seconds
-        self._xx = self._xx * keep + units * units
-        self._xy = self._xy * keep + units * seconds
+    def overall(self, prior: float) -> float:
+        """Accepted share of tested tokens; `prior` as long as few were tested."""
+        return (sum(self._accepted) + prior * PRIOR_TOKENS) / (sum(self._tested) + PRIOR_TOKENS)
 
-    def predict(self, units: float) -> float:
-        """Seconds for `units`; never below zero, never falling with more units."""
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x * mean_x
-        # The line goes through the mean and through no point below zero, however old the point that tilts it.
-        steepest = mean_y / mean_x if mean_x else 0.0
-        if variance > 1e-6:
-            slope = min(max((self._xy / self._weight - mean_x * mean_y) / variance, 0.0), steepest)
-        else:
-            slope = 0.0 if self._is_fixed else steepest
-        return mean_y + slope * (units - mean_x)
+    def at(self, position: int, prior: float) -> float:
+        """The share at one position, given that those before it were accepted."""
+        if position >= len(self._tested):
+            return prior
+        return (self._accepted[position] + prior * PRIOR_TOKENS) / (self._tested[position] + PRIOR_TOKENS)
 
 
 class PoolRecord:
-    """What all sessions of one draft pool have shown: acceptance and times."""
+    """What all sessions of one draft pool have shown: acceptance, forward times, and how fast rounds are."""
 
     def __init__(self) -> None:
-        self.accepted = 0.0
-        self.tested = 0.0
-        self.draft_time = LinearTime(is_fixed=False)
-        self.verify_time = LinearTime(is_fixed=True)
+        self.num_rounds = 0
+        self.draft_wait = ForwardTime(is_fixed=False)
+        self.verify_time = ForwardTime(is_fixed=True)
+        self.link_s = RunningMean()
+        """Wait for the target beyond what it says it took."""
+        self.round_s = RunningMean()
+        self.round_tokens = RunningMean()
+        self.num_others = RunningMean()
+        self.num_other_rows = RunningMean()
+        self._acceptance = Acceptance(POOL_KEEP)
+        self._last_draft_round = 0
 
     @property
     def alpha(self) -> float:
         """Accepted share of tested draft tokens; a middling guess before the first."""
-        return (self.accepted + 1.4) / (self.tested + 2.0)
+        return self._acceptance.overall(0.7)
 
-    def observe(self, times: RoundTimes, num_tested: int) -> None:
-        keep = 1.0 - NEWEST_SHARE / 10 if num_tested else 1.0
-        self.accepted = self.accepted * keep + times.num_accepted
-        self.tested = self.tested * keep + num_tested
+    def observe(self, times: RoundTimes) -> None:
+        self.num_rounds += 1
+        elapsed = self.num_rounds - self._last_draft_round
+        if times.num_draft_tokens:
+            self._acceptance.observe(times.num_draft_tokens, times.num_accepted, elapsed)
+        if times.num_asked and times.num_draft_prefilled <= MAX_PREFILLED:
+            self.draft_wait.observe(times.num_asked, times.committed_len, times.draft_s, elapsed)
+        if times.num_asked:
+            self._last_draft_round = self.num_rounds
         if times.num_prefilled > MAX_PREFILLED:
             return
-        if times.num_draft_tokens:
-            self.draft_time.observe(times.num_draft_tokens, times.draft_s)
-        self.verify_time.observe(times.num_draft_tokens + 1, times.verify_s)
+        num_rows = times.num_draft_tokens + 1 + times.num_other_rows
+        self.verify_time.observe(num_rows, times.committed_len, times.verify_forward_s)
+        self.link_s.observe(max(0.0, times.verify_s - times.verify_forward_s))
+        self.round_s.observe(times.draft_s + times.verify_s)
+        self.round_tokens.observe(times.num_accepted + 1)
+        self.num_others.observe(times.num_others)
+        self.num_other_rows.observe(times.num_other_rows)
+
+    @property
+    def row_price(self) -> float:
+        """Tokens a second that the others in a batch lose by one row more: each is that much later every round."""
+        others_rate = self.num_others.value * self.round_tokens.value
+        return others_rate * self.verify_time.per_token_s / max(self.round_s.value, 1e-9) ** 2
 
 
 class GammaChooser:
@@ -103,9 +139,10 @@ class GammaChooser:
         self._pool = pool
         self._fixed = fixed
         self._max_gamma = max_gamma
-        self._accepted = 0
-        self._tested = 0
-        self._rounds_at_zero = 0
+        self._acceptance = Acceptance(SESSION_KEEP)
+        self._rounds_since_draft = 0
+        self._committed_len = 0
+        self._is_first = True
 
     def choose(self, limit: int) -> int:
         """Draft tokens to ask for in the next round, 0..limit."""
@@ -114,26 +151,41 @@ class GammaChooser:
         limit = min(self._max_gamma, limit)
         if limit <= 0:
             return 0
-        if not (self._pool.draft_time.is_measured and self._pool.verify_time.is_measured):
+        if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
             return min(FIRST_GAMMA, limit)
-        best = max(range(limit + 1), key=self._goodput)
-        self._rounds_at_zero = 0 if best else self._rounds_at_zero + 1
-        if self._rounds_at_zero >= PROBE_EVERY:
-            self._rounds_at_zero = 0
-            return 1
-        return best
+        best = self._best(limit)
+        # A target-only round is one token, so probes stay within their share of the tokens.
+        return best or int(self._rounds_since_draft >= TOKENS_PER_PROBE)
 
     def observe(self, times: RoundTimes) -> None:
         """Learns from a finished round."""
-        num_tested = min(times.num_accepted + 1, times.num_draft_tokens)
-        self._accepted += times.num_accepted
-        self._tested += num_tested
-        self._pool.observe(times, num_tested)
+        self._rounds_since_draft += 1
+        self._committed_len = times.committed_len + times.num_accepted + 1
+        if times.num_draft_tokens:
+            self._acceptance.observe(times.num_draft_tokens, times.num_accepted, self._rounds_since_draft)
+        if times.num_asked:
+            self._rounds_since_draft = 0
+        if self._is_first:
+            # Whatever is cold is paid for in a session's first round, and never again.
+            self._is_first = False
+            return
+        self._pool.observe(times)
 
-    def _goodput(self, gamma: int) -> float:
-        """Expected tokens per predicted second of a round with `gamma` draft tokens."""
-        prior = self._pool.alpha * PRIOR_TOKENS
-        alpha = (self._accepted + prior) / (self._tested + PRIOR_TOKENS)
-        expected_tokens = sum(alpha**accepted for accepted in range(gamma + 1))
-        draft_s = self._pool.draft_time.predict(gamma) if gamma else 0.0
-        return expected_tokens / (draft_s + self._pool.verify_time.predict(gamma + 1) + 1e-9)
+    def _best(self, limit: int) -> int:
+        """The gamma of the best rate after what its rows cost the others; the smallest of equals."""
+        pool, context = self._pool, self._committed_len
+        alpha = self._acceptance.overall(pool.alpha)
+        other_rows, row_price = pool.num_other_rows.value, pool.row_price
+        best, best_value = 0, float("-inf")
+        expected_tokens, reach = 1.0, 1.0
+        for gamma in range(limit + 1):
+            if gamma:
+                reach *= self._acceptance.at(gamma - 1, alpha)
+                expected_tokens += reach
+            round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_rows, context)
+            if gamma:
+                round_s += pool.draft_wait.predict(gamma, context)
+            value = expected_tokens / max(round_s, 1e-9) - row_price * gamma
+            if value > best_value:
+                best, best_value = gamma, value
+        return best

@@ -94,6 +94,8 @@ class _DraftAnswer:
     wire_bytes: int = 0
     wait_s: float = 0.0
     missing_cause: str = ""
+    num_asked: int = 0
+    """Draft tokens asked for, 0 where no replica was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class _TargetAnswer:
     verification: Verification
     wire_bytes: int
     wait_s: float
+    num_others: int
+    """Verifications that were with the replica when this one was sent."""
+    num_other_rows: int
 
 
 class RoundRunner:
@@ -177,7 +182,7 @@ class RoundRunner:
                 )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_missing_draft(replica, error)
-            return _DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause)
+            return _DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause, num_asked=gamma)
         self._late_in_a_row = 0
         return _DraftAnswer(
             proposal=reply.value,
@@ -185,21 +190,33 @@ class RoundRunner:
             wire_bytes=reply.wire_bytes,
             wait_s=time.perf_counter() - began,
             missing_cause="" if len(reply.value.draft_token_ids) else "empty",
+            num_asked=gamma,
         )
 
     async def _verify(self, round_id: int, proposal: Proposal) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""
         began = time.perf_counter()
         failed: list[TargetReplica] = []
+        num_rows = len(proposal.draft_token_ids) + 1
         while True:
             replica = self._replicas.target(failed)
+            num_others, num_other_rows = replica.num_calls, replica.num_rows
+            replica.num_calls += 1
+            replica.num_rows += num_rows
             try:
                 reply = await self._ask(
                     replica,
                     round_id,
                     lambda position, link=replica.link: link.verify(self._verify_request(position, proposal)),
                 )
-                return _TargetAnswer(replica, reply.value, reply.wire_bytes, time.perf_counter() - began)
+                return _TargetAnswer(
+                    replica=replica,
+                    verification=reply.value,
+                    wire_bytes=reply.wire_bytes,
+                    wait_s=time.perf_counter() - began,
+                    num_others=num_others,
+                    num_other_rows=num_other_rows,
+                )
             except (KvMiss, Unavailable, ResourceExhausted) as error:
                 _log.warning("target replica %s did not verify: %s", replica.address, error)
                 if error.reason == "REPLICA_UNAVAILABLE":
@@ -210,6 +227,9 @@ class RoundRunner:
                     if isinstance(error, KvMiss):
                         raise Unavailable(f"target replica {replica.address} lost the session twice") from error
                     raise
+            finally:
+                replica.num_calls -= 1
+                replica.num_rows -= num_rows
 
     def _verify_request(self, position: Round, proposal: Proposal) -> VerifyRequest:
         return VerifyRequest(
@@ -227,13 +247,20 @@ class RoundRunner:
         self._replicas.learn(target.replica, min(target.verification.kv_len, agreed_len))
         if draft.replica is not None:
             self._replicas.learn(draft.replica, min(draft.proposal.kv_len, agreed_len))
+        drafted, verified = draft.proposal, target.verification
         self._gamma.observe(
             RoundTimes(
-                num_draft_tokens=len(draft.proposal.draft_token_ids),
+                num_draft_tokens=len(drafted.draft_token_ids),
                 num_accepted=num_accepted,
                 draft_s=draft.wait_s,
                 verify_s=target.wait_s,
-                num_prefilled=committed_len - target.verification.num_cached_tokens,
+                verify_forward_s=verified.forward_s,
+                num_prefilled=committed_len - verified.num_cached_tokens,
+                num_draft_prefilled=committed_len - drafted.num_cached_tokens if draft.replica is not None else 0,
+                committed_len=committed_len,
+                num_asked=draft.num_asked,
+                num_others=target.num_others,
+                num_other_rows=target.num_other_rows,
             )
         )
 
