@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from coordinator.tokenizer import ServedTokenizer
@@ -196,6 +197,7 @@ def _overlap(text: str, pattern: str) -> int:
     return 0
 
 
+@lru_cache(maxsize=1 << 16)
 def _token_bytes(token: str) -> bytes:
     """Bytes of a token in the byte-level alphabet; a token with any other character in it is its own UTF-8."""
     try:
