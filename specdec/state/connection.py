@@ -100,6 +100,8 @@ class _ScriptRunner:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._waiting: deque[_Call] = deque()
+        self._loaded: set[str] = set()
+        """Scripts the server was told. One that has restarted since says NOSCRIPT."""
         self._sender: asyncio.Task[None] | None = None
 
     async def run(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
@@ -115,6 +117,7 @@ class _ScriptRunner:
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])
+            self._end([])  # for a task that never ran
 
     async def _send_all(self) -> None:
         batch: list[_Call] = []
@@ -122,9 +125,12 @@ class _ScriptRunner:
             while batch := self._take():
                 await self._send(batch)
         finally:
-            self._sender = None
-            _fail([*batch, *self._waiting], ConnectionError("the connection was closed"))
-            self._waiting.clear()
+            self._end(batch)
+
+    def _end(self, batch: list[_Call]) -> None:
+        self._sender = None
+        _fail([*batch, *self._waiting], ConnectionError("the connection was closed"))
+        self._waiting.clear()
 
     def _take(self) -> list[_Call]:
         batch: list[_Call] = []
@@ -136,15 +142,17 @@ class _ScriptRunner:
 
     async def _send(self, batch: list[_Call]) -> None:
         try:
+            # Beforehand: the embedded server hangs up on every error, and with it on the rest of the pipeline.
+            await self._load({call.name for call in batch} - self._loaded)
             answers = await self._run_pipeline(batch)
             if unknown := {call.name for call, answer in zip(batch, answers, strict=True) if _is_unknown(answer)}:
                 # A server that has just started knows no script; those that did not run are asked for again.
-                for name in unknown:
-                    await self._client.script_load(_script_text(name))
+                await self._load(unknown)
                 again = [call for call, answer in zip(batch, answers, strict=True) if _is_unknown(answer)]
                 answered = iter(await self._run_pipeline(again))
                 answers = [next(answered) if _is_unknown(answer) else answer for answer in answers]
         except (RedisError, OSError) as error:
+            self._loaded.clear()
             _fail(batch, error)
             return
         for call, answer in zip(batch, answers, strict=True):
@@ -154,6 +162,11 @@ class _ScriptRunner:
                 call.answer.set_exception(answer)
             else:
                 call.answer.set_result(answer)
+
+    async def _load(self, names: set[str]) -> None:
+        for name in names:
+            await self._client.script_load(_script_text(name))
+            self._loaded.add(name)
 
     async def _run_pipeline(self, batch: list[_Call]) -> list[Any]:
         """An answer for each call: what the script returned, or the exception it met alone."""

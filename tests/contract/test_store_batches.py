@@ -1,0 +1,98 @@
+"""Scripts asked for in one turn of the event loop share a pipeline, and nothing but the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from specdec.errors import Unavailable
+from specdec.state.connection import RedisConnection
+from specdec.state.keys import session_keys
+from specdec.state.redis_store import open_store
+from specdec.state.store import Lease, SessionStore
+
+SESSIONS = [f"batch-{index}" for index in range(40)]
+
+
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[SessionStore]:
+    store = open_store(store_url)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def raw(store_url: str) -> AsyncIterator[RedisConnection]:
+    connection = RedisConnection(store_url)
+    yield connection
+    await connection.close()
+
+
+async def acquire(store: SessionStore, session_id: str) -> Lease:
+    return await store.acquire(session_id, owner="owner", ttl_s=30.0, create=True)
+
+
+async def test_scripts_asked_for_together_take_one_connection(store_url: str, store: SessionStore) -> None:
+    if not store_url.startswith("unix:"):
+        pytest.skip("only a Redis of its own tells who is connected")
+    counter = RedisConnection(store_url)
+    await counter.run_command("PING")
+    before = len((await counter.run_command("CLIENT", "LIST")).splitlines())
+    await asyncio.gather(*(acquire(store, session_id) for session_id in SESSIONS))
+    assert len((await counter.run_command("CLIENT", "LIST")).splitlines()) == before + 1
+    await counter.close()
+
+
+async def test_every_script_of_a_batch_gets_its_own_answer(store: SessionStore) -> None:
+    leases = await asyncio.gather(*(acquire(store, session_id) for session_id in SESSIONS))
+    assert [lease.session_id for lease in leases] == SESSIONS
+    records = await asyncio.gather(*(store.load(session_id) for session_id in [*SESSIONS, "batch-unknown"]))
+    assert [record.epoch for record in records if record] == [lease.epoch for lease in leases]
+    assert records[-1] is None
+
+
+@pytest.mark.parametrize("store_url", ["redis", "memory"], indirect=True)  # the embedded server hangs up on errors
+async def test_a_server_that_forgot_the_scripts_is_told_them_again(store: SessionStore, raw: RedisConnection) -> None:
+    await acquire(store, SESSIONS[0])
+    await raw.run_command("SCRIPT", "FLUSH")
+    calls = [acquire(store, session_id) for session_id in SESSIONS[:3]]
+    *leases, record = await asyncio.gather(*calls, store.load(SESSIONS[5]))
+    assert [lease.session_id for lease in leases] == SESSIONS[:3]
+    assert record is None or record.session_id == SESSIONS[5]
+
+
+@pytest.mark.parametrize("store_url", ["redis", "memory"], indirect=True)
+async def test_a_script_that_fails_fails_alone(store: SessionStore, raw: RedisConnection) -> None:
+    broken_meta = session_keys("default", "batch-broken")[0]
+    await raw.run_command("SET", broken_meta, "not a hash")
+    try:
+        calls = [acquire(store, session_id) for session_id in ("batch-before", "batch-broken", "batch-after")]
+        before, broken, after = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(before, Lease)
+        assert isinstance(after, Lease)
+        assert isinstance(broken, Unavailable)
+    finally:
+        await raw.run_command("DEL", broken_meta)
+
+
+async def test_a_script_cancelled_before_it_was_sent_is_never_run(store: SessionStore) -> None:
+    given_up = asyncio.create_task(acquire(store, "batch-cancelled"))
+    kept = asyncio.create_task(acquire(store, "batch-kept"))
+    await asyncio.sleep(0)  # both have asked, nothing has left
+    given_up.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await given_up
+    assert (await kept).session_id == "batch-kept"
+    assert await store.load("batch-cancelled") is None
+
+
+async def test_closing_fails_what_is_under_way(store_url: str) -> None:
+    store = open_store(store_url)
+    under_way = asyncio.create_task(acquire(store, "batch-closing"))
+    await asyncio.sleep(0)
+    await store.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await under_way
