@@ -27,7 +27,7 @@ from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, entry_of, verify_rejection
 from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
-from specdec.rpc.client import Reply
+from specdec.rpc.client import WireCount
 from specdec.types import DrawRule, LawParams, Mode, Proposal, ProposeRequest, Round, Verification, VerifyRequest
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 #: Most rounds that a draft which keeps failing a session sits out before it is asked again.
 MAX_ROUNDS_WITHOUT_DRAFT = 63
 
-ValueT = TypeVar("ValueT")
+AnswerT = TypeVar("AnswerT")
 
 _NO_PROPOSAL = Proposal(
     draft_token_ids=np.empty(0, np.uint32), supports=(), lost_mass=(), kv_len=0, num_cached_tokens=0, forward_s=0.0
@@ -79,6 +79,7 @@ class RoundOutcome:
     """Wait for the draft, 0 when it was not asked."""
     verify_s: float
     wire_bytes: int
+    """Of all its calls, missed and failed ones too."""
     num_cached_tokens: int
     """Committed tokens whose KV the target already held."""
     draft_pool: str
@@ -91,7 +92,6 @@ class RoundOutcome:
 class _DraftAnswer:
     proposal: Proposal = _NO_PROPOSAL
     replica: DraftReplica | None = None
-    wire_bytes: int = 0
     wait_s: float = 0.0
     missing_cause: str = ""
 
@@ -100,7 +100,6 @@ class _DraftAnswer:
 class _TargetAnswer:
     replica: TargetReplica
     verification: Verification
-    wire_bytes: int
     wait_s: float
 
 
@@ -136,9 +135,11 @@ class RoundRunner:
         # A round emits at most gamma + 1 tokens.
         gamma = self._gamma.choose(remaining - 1)
 
-        draft = await self._propose(round_id, gamma)
+        wire = WireCount()
 
-        target = await self._verify(round_id, draft.proposal)
+        draft = await self._propose(round_id, gamma, wire)
+
+        target = await self._verify(round_id, draft.proposal, wire)
 
         decision = self._decide(draft.proposal, target.verification, committed_len)
 
@@ -150,13 +151,13 @@ class RoundRunner:
             num_accepted=decision.num_accepted,
             draft_s=draft.wait_s,
             verify_s=target.wait_s,
-            wire_bytes=draft.wire_bytes + target.wire_bytes,
+            wire_bytes=wire.num_bytes,
             num_cached_tokens=target.verification.num_cached_tokens,
             draft_pool=self._replicas.draft_pool,
             target_only_cause=draft.missing_cause,
         )
 
-    async def _propose(self, round_id: int, gamma: int) -> _DraftAnswer:
+    async def _propose(self, round_id: int, gamma: int, wire: WireCount) -> _DraftAnswer:
         """Asks the draft. Whatever goes wrong, the answer is an empty proposal."""
         if gamma < 1:
             return _DraftAnswer(missing_cause="off")
@@ -172,35 +173,34 @@ class RoundRunner:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._setting.draft_timeout_s):
-                reply = await self._ask(
-                    replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma))
+                proposal = await self._ask(
+                    replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma), wire)
                 )
-            self._check_proposal(reply.value, gamma)
+            self._check_proposal(proposal, gamma)
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_missing_draft(replica, error)
             return _DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause)
         self._late_in_a_row = 0
         return _DraftAnswer(
-            proposal=reply.value,
+            proposal=proposal,
             replica=replica,
-            wire_bytes=reply.wire_bytes,
             wait_s=time.perf_counter() - began,
-            missing_cause="" if len(reply.value.draft_token_ids) else "empty",
+            missing_cause="" if len(proposal.draft_token_ids) else "empty",
         )
 
-    async def _verify(self, round_id: int, proposal: Proposal) -> _TargetAnswer:
+    async def _verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""
         began = time.perf_counter()
         failed: list[TargetReplica] = []
         while True:
             replica = self._replicas.target(failed)
             try:
-                reply = await self._ask(
+                verification = await self._ask(
                     replica,
                     round_id,
-                    lambda position, link=replica.link: link.verify(self._verify_request(position, proposal)),
+                    lambda position, link=replica.link: link.verify(self._verify_request(position, proposal), wire),
                 )
-                return _TargetAnswer(replica, reply.value, reply.wire_bytes, time.perf_counter() - began)
+                return _TargetAnswer(replica, verification, time.perf_counter() - began)
             except (KvMiss, Unavailable, ResourceExhausted) as error:
                 _log.warning("target replica %s did not verify: %s", replica.address, error)
                 if error.reason == "REPLICA_UNAVAILABLE":
@@ -238,9 +238,7 @@ class RoundRunner:
             )
         )
 
-    async def _ask(
-        self, replica: Replica[Any], round_id: int, send: Callable[[Round], Awaitable[Reply[ValueT]]]
-    ) -> Reply[ValueT]:
+    async def _ask(self, replica: Replica[Any], round_id: int, send: Callable[[Round], Awaitable[AnswerT]]) -> AnswerT:
         """Sends what the replica lacks, and once more if it lacks more than we thought.
 
         Raises:

@@ -87,7 +87,7 @@ async def test_a_drain_finishes_what_is_in_flight_then_leaves_the_registry(regis
         await asyncio.wait([replica.task], timeout=0.01)
     assert not replica.task.done()
     replica.engine.release_held.set()
-    assert (await in_flight).value.draft_token_ids.tolist() == [3, 4]
+    assert (await in_flight).draft_token_ids.tolist() == [3, 4]
     await replica.task
     assert await registry.replicas("draft") == []
     assert replica.engine.given_up["closed"].is_set()
