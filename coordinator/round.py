@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from coordinator.answers import check_proposal, check_verification
 from coordinator.gamma import GammaChooser, RoundTimes
 from coordinator.placement import SessionReplicas
 from coordinator.pool import DraftReplica, Replica, TargetReplica
@@ -25,8 +26,8 @@ from coordinator.tokens import SessionTokens
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
-from specdec.core.rejection import Decision, entry_of, verify_rejection
-from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
+from specdec.core.rejection import Decision, verify_rejection
+from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.client import WireCount
 from specdec.types import DrawRule, LawParams, Mode, Proposal, ProposeRequest, Round, Verification, VerifyRequest
 
@@ -54,6 +55,8 @@ class RoundSetting:
     seed: int
     mode: Mode
     num_logprobs: int | None
+    vocabulary_size: int
+    """The target's."""
     draft_timeout_s: float | None
     """How long a round waits for its draft; None: until the draft answers or dies."""
 
@@ -176,7 +179,12 @@ class RoundRunner:
                 proposal = await self._ask(
                     replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma), wire)
                 )
-            self._check_proposal(proposal, gamma)
+            check_proposal(
+                proposal,
+                gamma=gamma,
+                with_supports=not self._setting.answers_choices,
+                vocabulary_size=self._setting.vocabulary_size,
+            )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_missing_draft(replica, error)
             return _DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause)
@@ -200,6 +208,7 @@ class RoundRunner:
                     round_id,
                     lambda position, link=replica.link: link.verify(self._verify_request(position, proposal), wire),
                 )
+                check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
                 return _TargetAnswer(replica, verification, time.perf_counter() - began)
             except (KvMiss, Unavailable, ResourceExhausted) as error:
                 _log.warning("target replica %s did not verify: %s", replica.address, error)
@@ -280,17 +289,6 @@ class RoundRunner:
         if replica.info is None:
             return 0, 0
         return replica.info.max_gamma, replica.info.max_context_tokens - len(self._tokens) + 1
-
-    def _check_proposal(self, proposal: Proposal, gamma: int) -> None:
-        """A draft that contradicts itself is no draft; it must not end the stream."""
-        num_draft_tokens = len(proposal.draft_token_ids)
-        num_supports = 0 if self._setting.answers_choices else num_draft_tokens
-        if num_draft_tokens > gamma or len(proposal.supports) != num_supports:
-            raise Internal(
-                f"the draft answered {num_draft_tokens} tokens and {len(proposal.supports)} supports to gamma {gamma}"
-            )
-        for token_id, support in zip(proposal.draft_token_ids, proposal.supports, strict=False):
-            entry_of(int(token_id), support)
 
     def _note_missing_draft(self, replica: DraftReplica, error: BaseException) -> str:
         """Decides when the draft is asked again; returns the cause in a word."""
