@@ -27,7 +27,7 @@ from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, Unavailable
+from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.client import WireCount
 from specdec.types import DrawRule, LawParams, Mode, Proposal, ProposeRequest, Round, Verification, VerifyRequest
 
@@ -132,6 +132,7 @@ class RoundRunner:
         Raises:
             Unavailable: no target replica can serve.
             ResourceExhausted: no target replica has KV blocks left.
+            Internal: the last target replica there was failed.
             StaleEpoch: another coordinator has taken the session over.
         """
         committed_len = len(self._tokens)
@@ -210,7 +211,8 @@ class RoundRunner:
                 )
                 check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
                 return _TargetAnswer(replica, verification, time.perf_counter() - began)
-            except (KvMiss, Unavailable, ResourceExhausted) as error:
+            # Internal too: a device that failed once tends to go on failing, and another replica may serve.
+            except (KvMiss, Unavailable, ResourceExhausted, Internal) as error:
                 _log.warning("target replica %s did not verify: %s", replica.address, error)
                 if error.reason == "REPLICA_UNAVAILABLE":
                     replica.fail(error)

@@ -13,7 +13,7 @@ from coordinator.pool import DRAFT, TARGET
 from specdec.rpc.status import from_rpc_error
 from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import VOCABULARY, Rig, Service, request, start_service
+from tests.coordinator_rig import PROMPT, VOCABULARY, Rig, Service, read_rest, read_until, request, start_service
 
 
 class OutsideTheVocabulary:
@@ -75,3 +75,34 @@ async def test_a_target_that_answers_tokens_that_do_not_exist_is_named(mode: int
         error = from_rpc_error(caught.value)
         assert error.code == "INTERNAL"
         assert f"target {liar.address} answered token id " in error.message
+
+
+async def test_a_target_with_wrong_answers_is_replaced_by_another() -> None:
+    async with Rig() as rig:
+        liar = await add_liar(rig, TARGET)
+        coordinator = await rig.coordinator()
+        # Enough sessions that both replicas are chosen.
+        for index in range(8):
+            output = await coordinator.generate(request(session_id=f"s{index}"))
+            assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
+        assert liar.worker.steps
+
+
+async def test_a_target_whose_device_fails_is_replaced_by_another() -> None:
+    async with Rig(targets=2) as rig:
+        coordinator = await rig.coordinator()
+        stream = coordinator.stub.Generate(request(max_new_tokens=120, gamma=2))
+        output = await read_until(stream, 10)
+        serving = next(service for service in rig.of_role(TARGET) if service.engine.info().num_sessions)
+        serving.worker.fail_always = RuntimeError("the device failed")
+        await read_rest(stream, output)
+        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 120)
+
+
+async def test_a_lone_target_whose_device_fails_ends_the_request_with_its_error() -> None:
+    async with Rig() as rig:
+        coordinator = await rig.coordinator()
+        rig.target.worker.fail_always = RuntimeError("the device failed")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await coordinator.generate(request())
+        assert from_rpc_error(caught.value).code == "INTERNAL"
