@@ -16,6 +16,7 @@ answers get back (`delivery`). Called by the draft service's proposer and the ta
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import logging
 import threading
@@ -77,6 +78,8 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by _wake
         self._closing = False  # guarded by _wake
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended.set_running_or_notify_cancel()  # whoever stops awaiting it does not cancel it
         self._thread = threading.Thread(target=self._run, name="specdec-device", daemon=True)
         self._thread.start()
 
@@ -118,6 +121,14 @@ class EngineLoop:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
+    async def wait_ended(self) -> None:
+        """Returns once the device thread has ended because of `close`.
+
+        Raises:
+            Internal: the thread broke down; nothing will be answered any more.
+        """
+        await asyncio.wrap_future(self._ended)
+
     def load(self) -> Load:
         return Load(
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
@@ -147,16 +158,25 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode():
-                while (commands := self._next_commands()) is not None:
-                    for command in commands:
-                        command()
-                    self._start_waiting()
-                    if self._running:
-                        self._step()
-                    self._outbox.deliver()
-        finally:
-            self._end()
+            try:
+                self._run_turns()
+            finally:
+                self._end()
+        except BaseException as error:
+            _log.critical("the device thread broke down", exc_info=True)
+            self._ended.set_exception(Internal(f"the engine's device thread broke down: {error!r}"))
+        else:
+            self._ended.set_result(None)
+
+    def _run_turns(self) -> None:
+        with torch.inference_mode():
+            while (commands := self._next_commands()) is not None:
+                for command in commands:
+                    command()
+                self._start_waiting()
+                if self._running:
+                    self._step()
+                self._outbox.deliver()
 
     def _end(self) -> None:
         """The thread's last act; jobs are left only when a fault of ours ends it, and nobody may wait for ever."""

@@ -292,7 +292,6 @@ async def test_closing_finishes_what_is_in_flight_and_refuses_what_is_new(held):
     assert held.verifier.info().kv_usage == 0.0
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_nobody_waits_for_ever_when_the_device_thread_itself_ends(held):
     held.worker.fail_next = GeneratorExit("no ordinary error")
     with pytest.raises(Internal):
@@ -300,6 +299,14 @@ async def test_nobody_waits_for_ever_when_the_device_thread_itself_ends(held):
     with pytest.raises(Unavailable):
         await held.verifier.verify(_verify(TOKENS[:20]))
     assert held.verifier.info().draining
+    with pytest.raises(Internal, match="broke down: GeneratorExit"):
+        await held.verifier.wait_ended()
+
+
+async def test_an_engine_that_is_closed_ends_well(held):
+    ended = asyncio.create_task(held.verifier.wait_ended())
+    await held.verifier.close()
+    await ended
 
 
 async def test_an_idle_engine_runs_no_steps(held):

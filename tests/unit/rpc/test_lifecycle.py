@@ -107,6 +107,20 @@ async def test_what_outlasts_the_grace_is_cancelled(registry: ReplicaRegistry) -
     await link.close()
 
 
+async def test_an_engine_that_breaks_down_ends_the_replica_and_leaves_the_registry(registry: ReplicaRegistry) -> None:
+    replica = Replica(registry)
+    address = (await replica.record()).address
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=DRAFT_SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        replica.engine.broken.set()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(errors.Internal, match="the engine broke down"):
+            await replica.task
+    assert await registry.replicas("draft") == []
+    assert replica.engine.given_up["closed"].is_set()
+
+
 async def test_a_registry_that_cannot_be_reached_ends_the_replica_in_order() -> None:
     replica = Replica(open_registry("redis://127.0.0.1:1"))
     with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):
