@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import uuid
 from functools import partial
 
@@ -152,3 +154,15 @@ def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.Capture
     assert run_to_exit_code(succeed()) == 0
     assert run_to_exit_code(fail()) == 1
     assert capsys.readouterr().err == "error: INVALID_ARGUMENT INVALID_REQUEST: no model at /nope\n"
+
+
+def test_a_process_ends_without_teardown_but_says_everything() -> None:
+    code = """
+import atexit, sys
+from specdec.rpc.lifecycle import end_process
+atexit.register(print, "teardown")
+print("said")
+end_process(3)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "said\n", "")
