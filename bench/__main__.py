@@ -5,6 +5,8 @@ intervals are too wide to judge by), so that a script can hold a result.
 """
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 
 from bench import latency
@@ -39,4 +41,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # An interrupted suite stops the processes it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     raise SystemExit(main())
