@@ -275,7 +275,7 @@ class EngineLoop:
             return
         for job in jobs:
             if job.answer is not None:
-                job.sequence.answer = StoredAnswer(job.call.digest, job.answer)
+                self._sessions.store_answer(job.sequence, StoredAnswer(job.call.digest, job.answer))
                 self._remove(job, job.answer)
 
     def _run_chunks(self, jobs: list[Job], chunks: list[Chunk]) -> None:
