@@ -226,6 +226,7 @@ BAD_REQUESTS = {
     "min_p": (request(min_p=1.0), "INVALID_ARGUMENT", "INVALID_REQUEST", "sampling.min_p"),
     "gamma": (request(gamma=9), "INVALID_ARGUMENT", "INVALID_REQUEST", "speculation.gamma"),
     "pool": (request(draft_pool="nowhere"), "NOT_FOUND", "POOL_NOT_FOUND", "speculation.draft_pool"),
+    "a very long pool": (request(draft_pool="x" * 100_000), "NOT_FOUND", "POOL_NOT_FOUND", "speculation.draft_pool"),
     "unknown session": (
         request(None, session_id="nobody", resume_from=0),
         "NOT_FOUND",
