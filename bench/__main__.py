@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from bench import latency
 from bench.report import print_table, write_plots
 from bench.rows import write_json
@@ -30,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         suite.add_arguments(command)
     arguments = parser.parse_args(argv)
 
+    disable_progress_bar()
     rows = SUITES[arguments.suite].run(arguments)
     print_table(rows)
     if arguments.json:
