@@ -19,7 +19,9 @@ export OMP_WAIT_POLICY := PASSIVE
 export KMP_BLOCKTIME := 0
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
-PYTEST := $(BIN)/python -m pytest
+export GRPC_VERBOSITY := ERROR
+# Two workers, whole files each (a file shares its processes), one thread apiece.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: help setup demo test test-full test-failure bench lint type proto proto-check k8s-validate images up down ci clean redis
 

@@ -5,7 +5,11 @@ intervals are too wide to judge by), so that a script can hold a result.
 """
 
 import argparse
+import signal
+import sys
 from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
 
 from bench import latency
 from bench.report import print_table, write_plots
@@ -28,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         suite.add_arguments(command)
     arguments = parser.parse_args(argv)
 
+    disable_progress_bar()
     rows = SUITES[arguments.suite].run(arguments)
     print_table(rows)
     if arguments.json:
@@ -39,4 +44,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # An interrupted suite stops the processes it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     raise SystemExit(main())

@@ -35,7 +35,9 @@ class PeerModels:
     def __init__(self, target_dir: str, draft_dir: str, num_threads: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         torch.set_num_threads(num_threads)
         self._torch = torch
         self._target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()

@@ -164,9 +164,12 @@ class Generations:
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
-    def _check_admission(self) -> None:
+    def _check_not_draining(self) -> None:
         if self._is_draining:
             raise Unavailable("the coordinator is shutting down", reason="DRAINING")
+
+    def _check_admission(self) -> None:
+        self._check_not_draining()
         if len(self._running) + self._num_admitting >= self._settings.max_running:
             raise ResourceExhausted(f"at most {self._settings.max_running} requests run at once")
 
@@ -210,15 +213,19 @@ class Generations:
             ),
         )
         lease = await self._leases.acquire(session_id, create=record is None)
+        is_new = False
         try:
             fresh = await self._store.load(session_id)
-            if fresh is None or fresh.num_tokens != len(held):
+            # Another coordinator may have made, run and left the session since it was looked up.
+            is_new = fresh is not None and fresh.request is None
+            if fresh is None or fresh.request != (record.request if record else None) or fresh.num_tokens != len(held):
                 raise SessionBusy(f"session {session_id} has just been changed by another request")
             await self._store.begin_request(
                 lease, record_of(identity), keep=prompt.keep, token_ids=prompt.new_token_ids
             )
+            self._check_not_draining()
         except BaseException:
-            await asyncio.shield(self._give_up(lease, is_new=record is None))
+            await asyncio.shield(self._give_up(lease, is_new=is_new))
             raise
         beginning = _Beginning(
             identity=identity,
@@ -228,7 +235,7 @@ class Generations:
             stats=GenerationStats(),
             began=began,
             agreed_len=prompt.keep,
-            is_new_session=record is None,
+            is_new_session=is_new,
         )
         return self._start(lease, beginning).subscribe(0)
 
@@ -248,6 +255,7 @@ class Generations:
             if logged.finish_reason is not None:
                 await self._store.release(lease)
                 return _replay(logged, num_held)
+            self._check_not_draining()
         except BaseException:
             await asyncio.shield(self._give_up(lease, is_new=False))
             raise
@@ -280,6 +288,7 @@ class Generations:
             seed=sampling.seed,
             mode=speculation.mode,
             num_logprobs=sampling.num_logprobs,
+            vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._settings.draft_timeout_s,
         )
         gamma = GammaChooser(
@@ -296,7 +305,7 @@ class Generations:
             writer=beginning.writer,
             round_id=beginning.round_id,
             account=Account(identity, beginning.stats, self._metrics, beginning.began),
-            on_barren_failure=lambda: self._forget_if(beginning.is_new_session, identity.session_id),
+            on_barren_failure=lambda: self._forget_if(beginning.is_new_session, lease),
         )
         generation = Generation(identity, parts, beginning.replayed)
         self._running[identity.session_id] = generation
@@ -320,15 +329,20 @@ class Generations:
     async def _give_up(self, lease: Lease, *, is_new: bool) -> None:
         """Undoes an admission that failed. What cannot be undone now expires by itself."""
         try:
+            await self._forget_if(is_new, lease)
             await self._store.release(lease)
-            await self._forget_if(is_new, lease.session_id)
         except SpecdecError as error:
             _log.warning("undoing an admission on session %s failed: %s", lease.session_id, error)
 
-    async def _forget_if(self, is_new: bool, session_id: str) -> None:
-        """A session made by a request that failed before its first token is of no use to anybody."""
+    async def _forget_if(self, is_new: bool, lease: Lease) -> None:
+        """A session made by a request that failed before its first token is of no use to anybody.
+
+        Raises:
+            LeaseLost: another coordinator has taken it over meanwhile; it stays.
+        """
         if is_new:
-            await self._forget(session_id)
+            await self._store.renew(lease)
+            await self._forget(lease.session_id)
 
     async def _forget(self, session_id: str) -> None:
         self._placement.forget(session_id)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 
-from specdec.errors import SessionBusy
+from specdec.errors import SessionBusy, SpecdecError
 from specdec.state.store import Lease, SessionStore
 
 #: Pause between attempts to take over a session whose owner may be dead.
@@ -26,9 +27,26 @@ class Leases:
         self._ttl_s = ttl_s
 
     async def acquire(self, session_id: str, *, create: bool) -> Lease:
-        """Takes a session that nobody holds. Raises as `SessionStore.acquire`."""
+        """Takes a session that nobody holds. Raises as `SessionStore.acquire`.
+
+        Cancelling leaves no lease behind, and no session that was made for it.
+        """
         owner = f"{self._coordinator_id}:{secrets.token_hex(8)}"
-        return await self._store.acquire(session_id, owner=owner, ttl_s=self._ttl_s, create=create)
+        taking = asyncio.ensure_future(self._store.acquire(session_id, owner=owner, ttl_s=self._ttl_s, create=create))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._give_back(taking))
+            raise
+
+    async def _give_back(self, taking: asyncio.Future[Lease]) -> None:
+        """Undoes an acquisition that nobody waits for any more. What cannot be undone expires by itself."""
+        with suppress(SpecdecError):
+            lease = await taking
+            record = await self._store.load(lease.session_id)
+            if record is not None and record.request is None:
+                await self._store.delete(lease.session_id)
+            await self._store.release(lease)
 
     async def take_over(self, session_id: str) -> Lease:
         """Takes a session with an unfinished request, waiting as long as a dead owner's lease may still live.

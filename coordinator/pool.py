@@ -177,7 +177,7 @@ class ReplicaPools:
             NotFound: no draft pool of that name has ever been seen.
         """
         if pool and pool not in self._draft_pool_names:
-            raise NotFound(f"speculation.draft_pool {pool!r} is not a draft pool", reason="POOL_NOT_FOUND",
+            raise NotFound(f"speculation.draft_pool {pool[:64]!r} is not a draft pool", reason="POOL_NOT_FOUND",
                            field="speculation.draft_pool")  # fmt: skip
         if pool:
             return pool

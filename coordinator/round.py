@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from coordinator.answers import check_proposal, check_verification
 from coordinator.gamma import GammaChooser, RoundTimes
 from coordinator.placement import SessionReplicas
 from coordinator.pool import DraftReplica, Replica, TargetReplica
@@ -26,8 +27,8 @@ from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, Unavailable
-from specdec.rpc.client import Reply
+from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
+from specdec.rpc.client import WireCount
 from specdec.types import DrawRule, LawParams, Mode, Proposal, ProposeRequest, Round, Verification, VerifyRequest
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 #: Most rounds that a draft which keeps failing a session sits out before it is asked again.
 MAX_ROUNDS_WITHOUT_DRAFT = 63
 
-ValueT = TypeVar("ValueT")
+AnswerT = TypeVar("AnswerT")
 
 _NO_PROPOSAL = Proposal(
     draft_token_ids=np.empty(0, np.uint32), supports=(), lost_mass=(), kv_len=0, num_cached_tokens=0, forward_s=0.0
@@ -54,6 +55,8 @@ class RoundSetting:
     seed: int
     mode: Mode
     num_logprobs: int | None
+    vocabulary_size: int
+    """The target's."""
     draft_timeout_s: float | None
     """How long a round waits for its draft; None: until the draft answers or dies."""
 
@@ -79,6 +82,7 @@ class RoundOutcome:
     """Wait for the draft, 0 when it was not asked."""
     verify_s: float
     wire_bytes: int
+    """Of all its calls, missed and failed ones too."""
     num_cached_tokens: int
     """Committed tokens whose KV the target already held."""
     draft_pool: str
@@ -91,7 +95,6 @@ class RoundOutcome:
 class _DraftAnswer:
     proposal: Proposal = _NO_PROPOSAL
     replica: DraftReplica | None = None
-    wire_bytes: int = 0
     wait_s: float = 0.0
     missing_cause: str = ""
     num_asked: int = 0
@@ -102,7 +105,6 @@ class _DraftAnswer:
 class _TargetAnswer:
     replica: TargetReplica
     verification: Verification
-    wire_bytes: int
     wait_s: float
     num_others: int
     """Verifications that were with the replica when this one was sent."""
@@ -135,15 +137,18 @@ class RoundRunner:
         Raises:
             Unavailable: no target replica can serve.
             ResourceExhausted: no target replica has KV blocks left.
+            Internal: the last target replica there was failed.
             StaleEpoch: another coordinator has taken the session over.
         """
         committed_len = len(self._tokens)
         # A round emits at most gamma + 1 tokens.
         gamma = self._gamma.choose(remaining - 1)
 
-        draft = await self._propose(round_id, gamma)
+        wire = WireCount()
 
-        target = await self._verify(round_id, draft.proposal)
+        draft = await self._propose(round_id, gamma, wire)
+
+        target = await self._verify(round_id, draft.proposal, wire)
 
         decision = self._decide(draft.proposal, target.verification, committed_len)
 
@@ -155,13 +160,13 @@ class RoundRunner:
             num_accepted=decision.num_accepted,
             draft_s=draft.wait_s,
             verify_s=target.wait_s,
-            wire_bytes=draft.wire_bytes + target.wire_bytes,
+            wire_bytes=wire.num_bytes,
             num_cached_tokens=target.verification.num_cached_tokens,
             draft_pool=self._replicas.draft_pool,
             target_only_cause=draft.missing_cause,
         )
 
-    async def _propose(self, round_id: int, gamma: int) -> _DraftAnswer:
+    async def _propose(self, round_id: int, gamma: int, wire: WireCount) -> _DraftAnswer:
         """Asks the draft. Whatever goes wrong, the answer is an empty proposal."""
         if gamma < 1:
             return _DraftAnswer(missing_cause="off")
@@ -177,23 +182,28 @@ class RoundRunner:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._setting.draft_timeout_s):
-                reply = await self._ask(
-                    replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma))
+                proposal = await self._ask(
+                    replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma), wire)
                 )
+            check_proposal(
+                proposal,
+                gamma=gamma,
+                with_supports=not self._setting.answers_choices,
+                vocabulary_size=self._setting.vocabulary_size,
+            )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_missing_draft(replica, error)
             return _DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause, num_asked=gamma)
         self._late_in_a_row = 0
         return _DraftAnswer(
-            proposal=reply.value,
+            proposal=proposal,
             replica=replica,
-            wire_bytes=reply.wire_bytes,
             wait_s=time.perf_counter() - began,
-            missing_cause="" if len(reply.value.draft_token_ids) else "empty",
+            missing_cause="" if len(proposal.draft_token_ids) else "empty",
             num_asked=gamma,
         )
 
-    async def _verify(self, round_id: int, proposal: Proposal) -> _TargetAnswer:
+    async def _verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""
         began = time.perf_counter()
         failed: list[TargetReplica] = []
@@ -204,20 +214,21 @@ class RoundRunner:
             replica.num_calls += 1
             replica.num_rows += num_rows
             try:
-                reply = await self._ask(
+                verification = await self._ask(
                     replica,
                     round_id,
-                    lambda position, link=replica.link: link.verify(self._verify_request(position, proposal)),
+                    lambda position, link=replica.link: link.verify(self._verify_request(position, proposal), wire),
                 )
+                check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
                 return _TargetAnswer(
                     replica=replica,
-                    verification=reply.value,
-                    wire_bytes=reply.wire_bytes,
+                    verification=verification,
                     wait_s=time.perf_counter() - began,
                     num_others=num_others,
                     num_other_rows=num_other_rows,
                 )
-            except (KvMiss, Unavailable, ResourceExhausted) as error:
+            # Internal too: a device that failed once tends to go on failing, and another replica may serve.
+            except (KvMiss, Unavailable, ResourceExhausted, Internal) as error:
                 _log.warning("target replica %s did not verify: %s", replica.address, error)
                 if error.reason == "REPLICA_UNAVAILABLE":
                     replica.fail(error)
@@ -264,9 +275,7 @@ class RoundRunner:
             )
         )
 
-    async def _ask(
-        self, replica: Replica[Any], round_id: int, send: Callable[[Round], Awaitable[Reply[ValueT]]]
-    ) -> Reply[ValueT]:
+    async def _ask(self, replica: Replica[Any], round_id: int, send: Callable[[Round], Awaitable[AnswerT]]) -> AnswerT:
         """Sends what the replica lacks, and once more if it lacks more than we thought.
 
         Raises:

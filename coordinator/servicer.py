@@ -43,10 +43,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
         subscription = await self._generations.open(validate_request(request, self._limits()))
+        # Logprobs travel in the details; one who resumes the request does not ask for them again.
+        num_logprobs = subscription.identity.parameters.sampling.num_logprobs
+        with_details = request.return_provenance or num_logprobs is not None
         try:
             async with aclosing(subscription.events()) as events:
                 async for event in events:
-                    yield _encode_event(event, with_details=_wants_details(request))
+                    yield _encode_event(event, with_details=with_details)
         finally:
             subscription.close()
 
@@ -129,11 +132,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 kv_usage=engine.kv_usage,
             )
         return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))
-
-
-def _wants_details(request: coordinator_pb2.GenerateRequest) -> bool:
-    """Logprobs travel in the details, so asking for either asks for them."""
-    return bool(request.return_provenance) or request.sampling.HasField("logprobs")
 
 
 def _encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.GenerateResponse:

@@ -137,7 +137,7 @@ class GenerationParts:
     round_id: int
     account: Account
     on_barren_failure: Callable[[], Awaitable[None]]
-    """Called when the generation failed before its first token."""
+    """Called when the generation failed before its first token; the lease is still held."""
 
 
 class Generation:
@@ -151,6 +151,7 @@ class Generation:
         self._parts = parts
         self._num_readers = 0
         self._cancel_reason: SpecdecError | None = None
+        self._is_ending = False
         self._publication: asyncio.Task[None] | None = None
         self.task = asyncio.create_task(self._run(), name=f"generation {identity.session_id}")
 
@@ -163,8 +164,11 @@ class Generation:
         return Subscription(self.stream, start, self._drop_reader)
 
     def cancel(self, reason: SpecdecError) -> None:
-        """Stops after what is committed; readers get `reason`. Await `task` to see everything released."""
-        if not self.task.done() and not self.is_cancelled:
+        """Stops after what is committed; readers get `reason`. Await `task` to see everything released.
+
+        A generation that is ending anyway ends as it would have.
+        """
+        if not (self.task.done() or self._is_ending or self.is_cancelled):
             self._cancel_reason = reason
             self.task.cancel()
 
@@ -191,6 +195,7 @@ class Generation:
             _log.exception("a generation failed")
             error = Internal("the generation failed; the log of the coordinator says why")
         finally:
+            self._is_ending = True
             lease_keeper.cancel()
             # Nothing may interrupt this: a lease left behind blocks the session until it expires.
             await asyncio.shield(self._clean_up(error))
@@ -271,9 +276,9 @@ class Generation:
             if not self._publication.cancelled() and (failure := self._publication.exception()):
                 _log.debug("the last commit failed: %s", failure)
         try:
-            await self._parts.store.release(self._parts.lease)
             if error is not None and not self.stream.tokens and not self.is_cancelled:
                 await self._parts.on_barren_failure()
+            await self._parts.store.release(self._parts.lease)
         except SpecdecError as failure:
             _log.warning("cleaning up a generation failed: %s", failure)
 

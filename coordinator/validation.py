@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 MAX_ID_CHARACTERS = 128
+MAX_MESSAGES = 4096
 DEFAULT_MAX_NEW_TOKENS = 256
 
 # Ids become parts of store keys, whose braces mean something; they are also read in logs and URLs.
@@ -79,9 +80,11 @@ def validate_session_id(session_id: str) -> str:
 
 
 def validate_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
-    """Checks a conversation. Raises InvalidRequest when it is empty or a role is missing."""
+    """Checks a conversation. Raises InvalidRequest when it is empty or too long, or a role is missing."""
     if not messages.messages:
         raise _invalid("messages", "must not be empty")
+    if len(messages.messages) > MAX_MESSAGES:
+        raise _invalid("messages", f"must hold at most {MAX_MESSAGES} messages, got {len(messages.messages)}")
     for index, message in enumerate(messages.messages):
         if not message.role:
             raise _invalid(f"messages[{index}].role", "must not be empty")
@@ -104,7 +107,15 @@ def _prompt(text: str) -> str:
     return text
 
 
-def _prompt_token_ids(ids: Iterable[int], limits: ServingLimits) -> np.ndarray:
+def _prompt_token_ids(ids: Collection[int], limits: ServingLimits) -> np.ndarray:
+    # Counted before it is looked at: going through millions of ids would hold up every other stream.
+    if len(ids) >= limits.max_context_tokens:
+        raise InvalidRequest(
+            f"prompt_token_ids must leave room for an output token: it holds {len(ids)} tokens, the context is "
+            f"{limits.max_context_tokens}",
+            reason="CONTEXT_TOO_LONG",
+            field="prompt_token_ids",
+        )
     token_ids = np.fromiter(ids, dtype=np.uint32)
     if not len(token_ids):
         raise _invalid("prompt_token_ids", "must not be empty")
@@ -123,6 +134,12 @@ def _sampling(params: coordinator_pb2.SamplingParams, limits: ServingLimits) -> 
     if params.min_new_tokens > asked_new_tokens:
         raise _invalid(
             "sampling.min_new_tokens", f"must be at most max_new_tokens {asked_new_tokens}, got {params.min_new_tokens}"
+        )
+    if len(params.stop_token_ids) > limits.vocabulary_size:
+        raise _invalid(
+            "sampling.stop_token_ids",
+            f"must hold at most as many ids as the vocabulary, {limits.vocabulary_size}, "
+            f"got {len(params.stop_token_ids)}",
         )
     _check_token_ids("sampling.stop_token_ids", params.stop_token_ids, limits)
     return SamplingParams(

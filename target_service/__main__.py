@@ -18,7 +18,7 @@ from specdec.checkpoint import locate_checkpoint
 from specdec.config import parse_settings
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics, MeteredWorker
-from specdec.rpc.lifecycle import require_addresses, run_replica, run_to_exit_code
+from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
@@ -94,4 +94,4 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.engine import sampling
-from specdec.engine.admission import check_round, check_token_ids, digest_of
+from specdec.engine.admission import check_round, digest_of
 from specdec.engine.base import Worker
 from specdec.engine.job import Call, Job, RowKind, row_kind
 from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions

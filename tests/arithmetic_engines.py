@@ -73,6 +73,8 @@ class _Engine:
         self.given_up = defaultdict[str, asyncio.Event](asyncio.Event)
         self.released: list[str] = []
         self.release_held = asyncio.Event()
+        self.broken = asyncio.Event()
+        """Set by a test: the engine has broken down."""
 
     async def _behave(self, session_id: str) -> None:
         self.seen.append(session_id)
@@ -115,6 +117,10 @@ class _Engine:
             dtype="float32",
             device="cpu",
         )
+
+    async def wait_ended(self) -> None:
+        await self.broken.wait()
+        raise errors.Internal("the engine broke down")
 
     async def close(self) -> None:
         self.release_held.set()

@@ -38,6 +38,8 @@ class TableWorker:
         self.steps: list[StepPlan] = []
         self.fail_next: BaseException | None = None
         """The next step raises this, after having written to its slots."""
+        self.fail_always: BaseException | None = None
+        """Every step raises this, likewise."""
         self.lawless: dict[int, float] = {}
         """Logit rows that follow this token id hold nothing but this value."""
         self.gate = threading.Event()
@@ -64,6 +66,8 @@ class TableWorker:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
+        if self.fail_always is not None:
+            raise self.fail_always
         rows = [row for part in plan.slices for row in self._rows(part)]
         return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), self.shape.vocabulary_size))
 

@@ -121,7 +121,8 @@ def _prompt(file: SourceFile) -> str | None:
         rest = statement.end_lineno - statement.lineno
         if len(text) >= PROMPT_CHARACTERS and rest > 8:
             cut = text[-PROMPT_CHARACTERS:]
-            return cut[cut.index("\n") + 1 :]
+            # A newline and the indentation after it are one token: a text cut between them would be unlike any learned.
+            return cut[cut.index("\n") + 1 :].rstrip()
     return None
 
 

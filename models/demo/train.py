@@ -46,8 +46,11 @@ class TrainingPlan:
     late_row_tokens: int = 512
     """Rows are this long after `late_share` of the steps: short rows are cheaper, long ones stretch the context."""
     late_share: float = 0.75
-    target_lr: float = 3e-3
-    draft_lr: float = 4e-3
+    matrix_lr: float = 8e-3
+    """Of the layers' matrices, under Muon."""
+    other_lr: float = 6e-3
+    """Of embeddings and norms, under AdamW."""
+    initial_std: float = 0.04
     num_warmup_steps: int = 40
     final_lr_share: float = 0.02
     seed: int = 1
@@ -80,7 +83,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> LlamaForCausalLM:
+def new_model(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, initial_std: float
+) -> LlamaForCausalLM:
     """A freshly initialised Llama with half as many KV heads as heads and tied embeddings."""
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -91,6 +96,7 @@ def new_model(hidden_size: int, intermediate_size: int, num_layers: int, num_hea
         num_key_value_heads=num_heads // 2,
         max_position_embeddings=MAX_CONTEXT_TOKENS,
         tie_word_embeddings=True,
+        initializer_range=initial_std,
         bos_token_id=SPECIAL_TOKENS.index(corpus.BOS),
         eos_token_id=SPECIAL_TOKENS.index(corpus.EOS),
         pad_token_id=SPECIAL_TOKENS.index(corpus.PAD),
@@ -128,14 +134,14 @@ class Batches:
 class Optimizers:
     """Muon for the layers' matrices and AdamW for embeddings and norms, on one schedule (warm-up, then linear)."""
 
-    def __init__(self, model: LlamaForCausalLM, lr: float, num_steps: int, plan: TrainingPlan) -> None:
+    def __init__(self, model: LlamaForCausalLM, num_steps: int, plan: TrainingPlan) -> None:
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
         others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]
-        self._lr, self._num_steps, self._plan, self._step = lr, num_steps, plan, 0
+        self._num_steps, self._plan, self._step = num_steps, plan, 0
         self._parameters = list(model.parameters())
         self._members = [
-            torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.Muon(matrices, lr=plan.matrix_lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=plan.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
     def step(self) -> None:
@@ -143,9 +149,9 @@ class Optimizers:
         warmup = min(1.0, (self._step + 1) / self._plan.num_warmup_steps)
         decay = max(self._plan.final_lr_share, 1.0 - self._step / self._num_steps)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        for member in self._members:
+        for member, lr in zip(self._members, (self._plan.matrix_lr, self._plan.other_lr), strict=True):
             for group in member.param_groups:
-                group["lr"] = self._lr * warmup * decay
+                group["lr"] = lr * warmup * decay
             member.step()
             member.zero_grad(set_to_none=True)
         self._step += 1
@@ -172,12 +178,11 @@ class Training:
     def __init__(self, plan: TrainingPlan, stream: np.ndarray, bf16: bool) -> None:
         torch.manual_seed(plan.seed)
         self.plan, self._bf16 = plan, bf16
-        self.target = new_model(hidden_size=256, intermediate_size=688, num_layers=6, num_heads=8)
-        self.draft = new_model(hidden_size=128, intermediate_size=344, num_layers=2, num_heads=4)
+        self.target = new_model(256, 688, num_layers=6, num_heads=8, initial_std=plan.initial_std)
+        self.draft = new_model(128, 344, num_layers=2, num_heads=4, initial_std=plan.initial_std)
         self._batches = Batches(stream, plan)
-        self._target_optimizers = Optimizers(self.target, plan.target_lr, plan.num_steps, plan)
-        all_steps = plan.num_steps + plan.num_draft_steps
-        self._draft_optimizers = Optimizers(self.draft, plan.draft_lr, all_steps, plan)
+        self._target_optimizers = Optimizers(self.target, plan.num_steps, plan)
+        self._draft_optimizers = Optimizers(self.draft, plan.num_steps + plan.num_draft_steps, plan)
 
     def step(self, index: int) -> tuple[float, float]:
         """One step; returns the target's cross entropy and the draft's KL, both in nats a token."""
@@ -230,9 +235,9 @@ def main() -> None:
     """Read the command line, train, and save every `--save-every` steps and at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder that gets target/ and draft/")
-    parser.add_argument("--steps", type=int, default=900, help="steps of both models together")
-    parser.add_argument("--draft-steps", type=int, default=60, help="steps of the draft alone after them")
-    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1800, help="steps of both models together")
+    parser.add_argument("--draft-steps", type=int, default=100, help="steps of the draft alone after them")
+    parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bf16", action="store_true", help="multiply in bf16: faster on CPUs that have it")
     arguments = parser.parse_args()

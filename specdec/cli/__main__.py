@@ -47,6 +47,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a model may emit what the terminal's encoding lacks
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are read: refused by name later, not here
     try:
         args = build_parser(environ).parse_args(argv)
     except SystemExit as exit_:

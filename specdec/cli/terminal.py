@@ -26,6 +26,8 @@ _NAMES = {
     TokenSource.BONUS: "bonus",
     TokenSource.TARGET: "target-only",
 }
+#: Escape, and the one-character forms of what it begins (C1 controls), as something to see.
+_HARMLESS = {0x1B: "\N{SYMBOL FOR ESCAPE}"} | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
@@ -62,7 +64,7 @@ class TokenWriter:
 
     def _shown(self, text: str) -> str:
         # A model's escape sequences must not drive the terminal; a pipe gets the text as it is.
-        return text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}") if self._is_terminal else text
+        return text.translate(_HARMLESS) if self._is_terminal else text
 
 
 def tokens_per_s(completion: Completion) -> float:

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
 
     Raises:
         Usage: flags that make no sense together.
+        Unavailable: the address is taken.
         ChildFailed: a child did not start; its own error line where it gave one.
         SpecdecError: the coordinator ended later.
     """
@@ -129,12 +130,15 @@ def _common(redis_url: str) -> list[str]:
 
 def _listen(args: argparse.Namespace) -> str:
     from specdec.config import join_address, split_address
+    from specdec.rpc.server import require_free
 
     try:
         host, port = split_address(args.listen)
     except ValueError as error:
         raise Usage(f"--listen: {error}") from None
-    return join_address(host, port or free_ports(1)[0])
+    address = join_address(host, port or free_ports(1)[0])
+    require_free(address)  # else whoever listens there already would be taken for our coordinator
+    return address
 
 
 def _await_ready(children: list[Child], endpoint: str, num_replicas: int, stop: threading.Event) -> None:

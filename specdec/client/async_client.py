@@ -54,8 +54,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         """
         while not self._transcript.finished:
             response = await self._retrying(self._read)
-            self._recovery.progressed()
             chunk = self._transcript.accept(response)
+            self._recovery.answered(with_news=chunk is not None)
             if chunk is not None:
                 return chunk
         await self.aclose()

@@ -8,12 +8,13 @@ from typing import Any
 
 import tenacity
 
-from specdec.errors import LeaseLost, SessionBusy, SpecdecError, Unavailable
+from specdec.errors import LeaseLost, SessionBusy, SpecdecError, StaleEpoch, Unavailable
 
 #: The channel's own backoff (up to two minutes by default) must not outlast ours.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also how long one attempt to connect may take; 20 s by default
     ("grpc.keepalive_time_ms", 10_000),  # while a call is open: notices a coordinator whose machine is gone
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
@@ -28,7 +29,7 @@ class Budgets:
     connect_s: float = 5.0
     """A call that has had no answer yet."""
     resume_s: float = 60.0
-    """An interrupted stream, counted anew after each message; more than a lost coordinator's lease lasts."""
+    """An interrupted stream, counted anew after each chunk; more than a lost coordinator's lease lasts."""
 
 
 class Recovery:
@@ -40,10 +41,14 @@ class Recovery:
         self._broken_since: float | None = None
         self._backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
 
-    def progressed(self) -> None:
-        """An answer has come: the next interruption has its whole budget again."""
+    def answered(self, *, with_news: bool) -> None:
+        """A message has come. Only one with news gives the next interruption its whole budget again.
+
+        A server that begins every attempt well and then fails it must not be asked for ever.
+        """
         self._answered = True
-        self._broken_since = None
+        if with_news:
+            self._broken_since = None
 
     def tenacity_options(self) -> dict[str, Any]:
         """Arguments for `tenacity.Retrying` and `AsyncRetrying`."""
@@ -55,7 +60,7 @@ class Recovery:
         }
 
     def _worth_retrying(self, error: BaseException) -> bool:
-        if isinstance(error, Unavailable | LeaseLost):
+        if isinstance(error, Unavailable | LeaseLost | StaleEpoch):
             if self._broken_since is None:
                 self._broken_since = time.monotonic()
             return True

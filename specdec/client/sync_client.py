@@ -57,8 +57,8 @@ class Stream(Iterator[Chunk]):
             response = self._retrying(self._read)
             if response is None:
                 break
-            self._recovery.progressed()
             chunk = self._transcript.accept(response)
+            self._recovery.answered(with_news=chunk is not None)
             if chunk is not None:
                 return chunk
         self.close()

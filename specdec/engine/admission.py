@@ -7,13 +7,13 @@ stored or reserved. Not here: what only one service knows (gamma, supports). Cal
 from __future__ import annotations
 
 import hashlib
-import math
 
 import numpy as np
 
 from specdec.core.chain import HASH_BYTES
+from specdec.core.limits import check_law, check_token_ids
 from specdec.errors import InvalidRequest
-from specdec.types import LawParams, ProposeRequest, Round, TokenIds, VerifyRequest
+from specdec.types import ProposeRequest, Round, VerifyRequest
 
 _DIGEST_BYTES = 16
 
@@ -35,19 +35,7 @@ def check_round(request: Round, vocabulary_size: int) -> None:
     if not 0 <= request.turn < 1 << 32:
         raise InvalidRequest("round.turn must be in [0, 2^32)", field="round.turn")
     check_token_ids(request.token_ids, vocabulary_size, "round.token_ids")
-    _check_law(request.law, vocabulary_size)
-
-
-def check_token_ids(token_ids: TokenIds, vocabulary_size: int, field: str) -> None:
-    """Refuses token ids outside the vocabulary.
-
-    Raises:
-        InvalidRequest: naming `field`.
-    """
-    if len(token_ids) and int(token_ids.max()) >= vocabulary_size:
-        raise InvalidRequest(
-            f"{field} holds token id {int(token_ids.max())}, the vocabulary has {vocabulary_size}", field=field
-        )
+    check_law(request.law, vocabulary_size)
 
 
 def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
@@ -72,29 +60,3 @@ def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
         digest.update(len(array).to_bytes(4, "little"))
         digest.update(np.ascontiguousarray(array, dtype="<u4").tobytes())
     return digest.digest()
-
-
-def _check_law(law: LawParams, vocabulary_size: int) -> None:
-    limits = (
-        ("temperature", law.temperature, 0.0 <= law.temperature < math.inf, "at least 0"),
-        ("top_p", law.top_p, 0.0 < law.top_p <= 1.0, "in (0, 1]"),
-        ("top_k", law.top_k, law.top_k >= 0, "at least 0"),
-        ("min_p", law.min_p, 0.0 <= law.min_p < 1.0, "in [0, 1)"),
-        ("repetition_penalty", law.repetition_penalty, 0.0 < law.repetition_penalty < math.inf, "above 0"),
-        ("presence_penalty", law.presence_penalty, math.isfinite(law.presence_penalty), "finite"),
-        ("frequency_penalty", law.frequency_penalty, math.isfinite(law.frequency_penalty), "finite"),
-    )
-    for name, value, holds, limit in limits:
-        if not holds:
-            raise InvalidRequest(f"round.law.{name} is {value}, it must be {limit}", field=f"round.law.{name}")
-    for token_id, bias in law.logit_bias.items():
-        if not (0 <= token_id < vocabulary_size and math.isfinite(bias)):
-            raise InvalidRequest(
-                f"round.law.logit_bias maps token id {token_id} to {bias}; ids are below {vocabulary_size} and biases "
-                "finite",
-                field="round.law.logit_bias",
-            )
-    if any(not 0 <= token_id < vocabulary_size for token_id in law.end_token_ids):
-        raise InvalidRequest(
-            f"round.law.end_token_ids must be below {vocabulary_size}", field="round.law.end_token_ids"
-        )

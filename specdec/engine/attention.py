@@ -85,6 +85,8 @@ class PagedContext:
     ) -> torch.Tensor:
         """The same for keys and values that lie as the cache stores them: kv_rows [T, row_width]."""
         layer, kind = self.cache.layers[layer_index], self.kind_of_layer[layer_index]
+        if self.batch.opened_blocks is not None:
+            layer.clear(self.batch.opened_blocks)
         layer.write(self.batch.slots, kv_rows)
         outputs = []
         for group in self.batch.groups:

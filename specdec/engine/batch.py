@@ -78,6 +78,9 @@ class StepBatch:
     token_ids: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
     slots: torch.Tensor  # int64 [T]
+    opened_blocks: torch.Tensor | None
+    """int64 [n]: blocks of which this step writes the first slot but not the last, so that what a former owner left is
+    read behind the mask; None when there are none."""
     logit_rows: torch.Tensor  # int64 [R], rows of the flat batch in the order of the plan
     groups: tuple[AttentionGroup, ...]
 
@@ -116,6 +119,7 @@ def build_batch(
         token_ids=torch.tensor([token_ids], device=device),
         position_ids=_index(positions, device).unsqueeze(0),
         slots=_index(slots, device),
+        opened_blocks=_opened_blocks(slots, device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         groups=tuple(groups),
     )
@@ -131,6 +135,14 @@ def _slots(piece: SequenceSlice, count: int) -> np.ndarray:
     positions = np.arange(piece.start, piece.start + count)
     table = np.asarray(piece.block_table, dtype=np.int64)
     return table[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+
+
+def _opened_blocks(slots: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    first_slots = slots[slots % BLOCK_TOKENS == 0]
+    if not len(first_slots):  # most steps
+        return None
+    opened = np.setdiff1d(first_slots, slots - (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
+    return _index(opened, device) if len(opened) else None
 
 
 def _group_slices(slices: Sequence[SequenceSlice]) -> Iterator[list[int]]:

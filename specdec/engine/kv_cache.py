@@ -41,6 +41,10 @@ class LayerKv:
         self.blocks = blocks
         self.rows = blocks.view(-1, shape.row_width)  # [num_blocks * BLOCK_TOKENS, row_width]
 
+    def clear(self, block_ids: torch.Tensor) -> None:
+        """Zeros whole blocks [n]: masked positions are read with the rest, and a former owner's NaN survives a mask."""
+        self.blocks.index_fill_(0, block_ids, 0)
+
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Stores T tokens' rows [T, row_width] at `slots` (block id * BLOCK_TOKENS + offset)."""
         self.rows.index_copy_(0, slots, rows)

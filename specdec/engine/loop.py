@@ -9,13 +9,14 @@ All state below belongs to the device thread. The asyncio side only appends to t
 a few numbers for `load()`. No forward pass ever runs on the event loop, and the thread sleeps when there is nothing to
 do.
 
-Not here: what the logits mean (`Program`), which tokens run (`scheduler`), what is here already (`sessions`). Called
-by the draft service's proposer and the target service's verifier.
+Not here: what the logits mean (`Program`), which tokens run (`scheduler`), what is here already (`sessions`), how
+answers get back (`delivery`). Called by the draft service's proposer and the target service's verifier.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import logging
 import threading
@@ -29,6 +30,7 @@ import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.block_manager import BlockManager, blocks_for
+from specdec.engine.delivery import Outbox, Waiter
 from specdec.engine.job import Call, Job, Program, split_lawless
 from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, Chunk, Scheduler
 from specdec.engine.sequence import Sequence, StoredAnswer
@@ -47,14 +49,6 @@ class Load:
     num_sessions: int
     """Sessions with KV."""
     draining: bool
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    """Someone awaiting a call on an event loop."""
-
-    event_loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
 
 
 class EngineLoop:
@@ -76,14 +70,16 @@ class EngineLoop:
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
         self._scheduler = Scheduler(max_step_tokens)
         self._jobs: dict[str, Job] = {}  # by session id: running and waiting
-        self._waiters: dict[Job, list[_Waiter]] = {}
+        self._waiters: dict[Job, list[Waiter]] = {}
         self._running: list[Job] = []  # in order of arrival
         self._waiting: deque[Job] = deque()  # for KV blocks
-        self._outbox: list[tuple[_Waiter, Any]] = []  # answers and errors of this turn
+        self._outbox = Outbox()
 
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by _wake
         self._closing = False  # guarded by _wake
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended.set_running_or_notify_cancel()  # whoever stops awaiting it does not cancel it
         self._thread = threading.Thread(target=self._run, name="specdec-device", daemon=True)
         self._thread.start()
 
@@ -97,8 +93,7 @@ class EngineLoop:
             KvMiss, StaleEpoch, ResourceExhausted, Unavailable: as `DraftEngine.propose` says.
             Internal: the step crashed; the session's KV is gone.
         """
-        event_loop = asyncio.get_running_loop()
-        waiter = _Waiter(event_loop, event_loop.create_future())
+        waiter = Waiter()
         with self._wake:
             if self._closing:
                 raise Unavailable("this replica is draining", reason="DRAINING")
@@ -112,8 +107,7 @@ class EngineLoop:
 
     async def release(self, session_ids: list[str]) -> None:
         """Forgets sessions and frees their KV; calls in flight on them miss. Returns when it is done."""
-        event_loop = asyncio.get_running_loop()
-        waiter = _Waiter(event_loop, event_loop.create_future())
+        waiter = Waiter()
         with self._wake:
             if self._closing:
                 return  # closing frees everything
@@ -126,6 +120,14 @@ class EngineLoop:
             self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+
+    async def wait_ended(self) -> None:
+        """Returns once the device thread has ended because of `close`.
+
+        Raises:
+            Internal: the thread broke down; nothing will be answered any more.
+        """
+        await asyncio.wrap_future(self._ended)
 
     def load(self) -> Load:
         return Load(
@@ -156,16 +158,25 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode():
-                while (commands := self._next_commands()) is not None:
-                    for command in commands:
-                        command()
-                    self._start_waiting()
-                    if self._running:
-                        self._step()
-                    self._deliver()
-        finally:
-            self._end()
+            try:
+                self._run_turns()
+            finally:
+                self._end()
+        except BaseException as error:
+            _log.critical("the device thread broke down", exc_info=True)
+            self._ended.set_exception(Internal(f"the engine's device thread broke down: {error!r}"))
+        else:
+            self._ended.set_result(None)
+
+    def _run_turns(self) -> None:
+        with torch.inference_mode():
+            while (commands := self._next_commands()) is not None:
+                for command in commands:
+                    command()
+                self._start_waiting()
+                if self._running:
+                    self._step()
+                self._outbox.deliver()
 
     def _end(self) -> None:
         """The thread's last act; jobs are left only when a fault of ours ends it, and nobody may wait for ever."""
@@ -176,7 +187,7 @@ class EngineLoop:
             command()
         for job in list(self._jobs.values()):
             self._remove(job, Internal("the engine's thread ended"))
-        self._deliver()
+        self._outbox.deliver()
         self._sessions.release_all()
 
     def _next_commands(self) -> list[Callable[[], None]] | None:
@@ -189,7 +200,7 @@ class EngineLoop:
             commands, self._inbox = self._inbox, []
             return commands
 
-    def _admit(self, call: Call, waiter: _Waiter, arrival_s: float) -> None:
+    def _admit(self, call: Call, waiter: Waiter, arrival_s: float) -> None:
         if waiter.future.cancelled():
             return
         sequence: Sequence | None = None
@@ -197,7 +208,7 @@ class EngineLoop:
             sequence = self._sessions.fence(call.round)
             self._admit_fenced(call, waiter, arrival_s, sequence)
         except SpecdecError as error:
-            self._outbox.append((waiter, error))
+            self._outbox.put(waiter, error)
         except Exception:
             _log.exception("admission failed")
             failure = Internal("the engine failed to admit the call")
@@ -206,16 +217,16 @@ class EngineLoop:
                 self._remove(job, failure)
             if sequence is not None:
                 self._sessions.invalidate(sequence)
-            self._outbox.append((waiter, failure))
+            self._outbox.put(waiter, failure)
 
-    def _admit_fenced(self, call: Call, waiter: _Waiter, arrival_s: float, sequence: Sequence) -> None:
+    def _admit_fenced(self, call: Call, waiter: Waiter, arrival_s: float, sequence: Sequence) -> None:
         job = self._jobs.get(sequence.session_id)
         if (call.round.epoch, call.round.round_id) == (sequence.epoch, sequence.newest_round):
             if job is not None and job.call.digest == call.digest:
                 self._waiters[job].append(waiter)
                 return
             if job is None and sequence.answer is not None and sequence.answer.digest == call.digest:
-                self._outbox.append((waiter, sequence.answer.value))
+                self._outbox.put(waiter, sequence.answer.value)
                 return
         if job is not None:
             self._remove(job, StaleEpoch(f"superseded by a newer call of session {sequence.session_id}"))
@@ -264,7 +275,7 @@ class EngineLoop:
             return
         for job in jobs:
             if job.answer is not None:
-                job.sequence.answer = StoredAnswer(job.call.digest, job.answer)
+                self._sessions.store_answer(job.sequence, StoredAnswer(job.call.digest, job.answer))
                 self._remove(job, job.answer)
 
     def _run_chunks(self, jobs: list[Job], chunks: list[Chunk]) -> None:
@@ -293,10 +304,11 @@ class EngineLoop:
         """Takes a job out of the engine; `outcome`, an answer or an error, goes to everyone who waits for it."""
         del self._jobs[job.sequence.session_id]
         (self._running if job in self._running else self._waiting).remove(job)
-        self._outbox.extend((waiter, outcome) for waiter in self._waiters.pop(job))
+        for waiter in self._waiters.pop(job):
+            self._outbox.put(waiter, outcome)
         self._sessions.settle(job.sequence)
 
-    def _abandon(self, session_id: str, waiter: _Waiter) -> None:
+    def _abandon(self, session_id: str, waiter: Waiter) -> None:
         """A caller went away: the job goes too unless someone else waits for it."""
         job = self._jobs.get(session_id)
         if job is None or waiter not in self._waiters[job]:
@@ -305,24 +317,14 @@ class EngineLoop:
         if not self._waiters[job]:
             self._remove(job, None)
 
-    def _release(self, session_ids: tuple[str, ...], waiter: _Waiter) -> None:
+    def _release(self, session_ids: tuple[str, ...], waiter: Waiter) -> None:
         for session_id in session_ids:
             job = self._jobs.get(session_id)
             if job is not None:
                 # Not stale: the session may have been made anew while the release was under way.
                 self._remove(job, KvMiss(f"session {session_id} was released; send from 0 on", have=0))
             self._sessions.release(session_id)
-        self._outbox.append((waiter, None))
-
-    def _deliver(self) -> None:
-        """Hands this turn's outcomes over, with one callback per event loop."""
-        outbox, self._outbox = self._outbox, []
-        for event_loop in {waiter.event_loop for waiter, _ in outbox}:
-            outcomes = [(waiter.future, outcome) for waiter, outcome in outbox if waiter.event_loop is event_loop]
-            try:
-                event_loop.call_soon_threadsafe(_resolve, outcomes)
-            except RuntimeError:
-                _log.warning("an event loop was closed before %d of its calls were answered", len(outcomes))
+        self._outbox.put(waiter, None)
 
 
 def _slice(sequence: Sequence, chunk: Chunk) -> SequenceSlice:
@@ -333,13 +335,3 @@ def _slice(sequence: Sequence, chunk: Chunk) -> SequenceSlice:
         block_table=tuple(sequence.block_table[: blocks_for(end)]),
         num_logit_rows=chunk.num_logit_rows,
     )
-
-
-def _resolve(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, outcome in outcomes:
-        if future.done():
-            continue
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)

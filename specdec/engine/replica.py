@@ -87,6 +87,14 @@ class ReplicaEngine:
         """
         self._engine_loop.check_integrity()
 
+    async def wait_ended(self) -> None:
+        """Returns once the engine has been closed.
+
+        Raises:
+            Internal: it broke down by itself; nothing will be answered any more.
+        """
+        await self._engine_loop.wait_ended()
+
     async def close(self) -> None:
         """Finishes what is in flight, then frees everything. Idempotent."""
         await self._engine_loop.close()

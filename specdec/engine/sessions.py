@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from specdec.engine.block_manager import BlockManager, blocks_for
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequence import Sequence, StoredAnswer
 from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch
 from specdec.types import BLOCK_TOKENS, Round, TokenIds
 
@@ -30,6 +30,10 @@ DEFAULT_PIN_TTL_S = 5.0
 
 #: Sessions remembered, with or without KV; the least recently used idle ones go first.
 DEFAULT_MAX_SESSIONS = 4096
+
+#: Answers kept for repetition, the newest; a repetition of an older one is worked out again. The largest, of laws over
+#: a whole vocabulary, have megabytes.
+MAX_ANSWERS = 256
 
 
 class SessionTable:
@@ -48,6 +52,7 @@ class SessionTable:
         self._max_sessions = max_sessions
         self._clock = clock
         self._sessions: OrderedDict[str, Sequence] = OrderedDict()
+        self._answered: OrderedDict[Sequence, None] = OrderedDict()  # those with a stored answer, oldest answer first
 
     @property
     def num_with_kv(self) -> int:
@@ -140,6 +145,15 @@ class SessionTable:
         """Shares the full blocks of committed tokens that have KV by now."""
         sequence.publish(committed_len, self._blocks)
 
+    def store_answer(self, sequence: Sequence, answer: StoredAnswer) -> None:
+        """Keeps the answer of the newest round for its repetition; the oldest answer kept may go."""
+        sequence.answer = answer
+        self._answered[sequence] = None
+        self._answered.move_to_end(sequence)
+        if len(self._answered) > MAX_ANSWERS:
+            oldest, _ = self._answered.popitem(last=False)
+            oldest.answer = None
+
     def settle(self, sequence: Sequence) -> None:
         """Ends a call on `sequence`: only tokens with KV stay."""
         sequence.in_flight = False
@@ -154,6 +168,7 @@ class SessionTable:
         """Forgets a session altogether; an unknown id is fine."""
         sequence = self._sessions.pop(session_id, None)
         if sequence is not None:
+            self._answered.pop(sequence, None)
             sequence.forget(self._blocks)
 
     def release_all(self) -> None:

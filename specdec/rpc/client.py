@@ -49,20 +49,20 @@ _CHANNEL_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Reply(Generic[ReplyT]):
-    """A replica's answer to one call."""
+@dataclass(slots=True)
+class WireCount:
+    """What calls cost on the wire, whatever became of them."""
 
-    value: ReplyT
-    wire_bytes: int
-    """Serialised request item plus reply item."""
+    num_bytes: int = 0
+    """Serialised request items sent and reply items received."""
 
 
 @dataclass(slots=True)
 class _Pending:
     request: Any
     request_bytes: int
-    answer: asyncio.Future[tuple[Any, int]]
+    wire: WireCount
+    answer: asyncio.Future[Any]
 
 
 class _Stream:
@@ -88,9 +88,9 @@ class _Stream:
             if self._next_call_id not in self._pending:
                 return self._next_call_id
 
-    async def ask(self, request: Any) -> tuple[Any, int]:
-        """Sends one item; returns its reply item and the bytes of both."""
-        pending = _Pending(request, request.ByteSize(), asyncio.get_running_loop().create_future())
+    async def ask(self, request: Any, wire: WireCount) -> Any:
+        """Sends one item; returns its reply item."""
+        pending = _Pending(request, request.ByteSize(), wire, asyncio.get_running_loop().create_future())
         self._pending[request.call_id] = pending
         self._outbox.append(pending)
         self._wake.set()
@@ -131,7 +131,8 @@ class _Stream:
                 for item in self._items_of(frame):
                     pending = self._pending.get(item.call_id)
                     if pending is not None and not pending.answer.done():
-                        pending.answer.set_result((item, pending.request_bytes + item.ByteSize()))
+                        pending.wire.num_bytes += item.ByteSize()
+                        pending.answer.set_result(item)
         except grpc.aio.AioRpcError as error:
             return status.from_rpc_error(error, peer=self._address).message
         return f"{self._address}: the replica closed the stream"
@@ -156,6 +157,7 @@ class _Stream:
             if not pending.answer.done():
                 items.append(pending.request)
                 size += pending.request_bytes
+                pending.wire.num_bytes += pending.request_bytes
         return items
 
 
@@ -195,18 +197,18 @@ class _Link(Generic[RequestT, ReplyT]):
     def _decode(self, message: Any, request: RequestT) -> ReplyT:
         raise NotImplementedError
 
-    async def _ask(self, request: RequestT) -> Reply[ReplyT]:
+    async def _ask(self, request: RequestT, wire: WireCount | None) -> ReplyT:
         stream = self._open_stream()
         message = self._encode(request, stream.next_call_id())
         if message.ByteSize() + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
             raise InvalidRequest(
                 f"{self.address}: a request of {message.ByteSize()} bytes; the limit is {self._max_message_bytes}"
             )
-        item, wire_bytes = await stream.ask(message)
+        item = await stream.ask(message, WireCount() if wire is None else wire)
         if item.status.code:
             raise status.from_item_status(item.status)
         try:
-            return Reply(self._decode(item, request), wire_bytes)
+            return self._decode(item, request)
         except Internal as error:
             raise Internal(f"{self.address}: {error.message}") from error
 
@@ -261,17 +263,18 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
 
     _stub_type = draft_pb2_grpc.DraftServiceStub
 
-    async def propose(self, request: ProposeRequest) -> Reply[Proposal]:
+    async def propose(self, request: ProposeRequest, wire: WireCount | None = None) -> Proposal:
         """Asks for draft tokens. Idempotent by (session, epoch, round) and digest, so it may be repeated.
 
-        Cancelling forgets the call and disturbs no other; the replica may still finish it.
+        Cancelling forgets the call and disturbs no other; the replica may still finish it. What was sent and received
+        is added to `wire` however the call ends.
 
         Raises:
             Unavailable: the replica cannot be reached or broke off; at once, for every call pending on it.
             Internal: its answer does not fit the request.
             SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
         """
-        return await self._ask(request)
+        return await self._ask(request, wire)
 
     def _open_call(self, stub: Any) -> Any:
         return stub.Propose()
@@ -294,9 +297,9 @@ class TargetLink(_Link[VerifyRequest, Verification]):
 
     _stub_type = target_pb2_grpc.TargetServiceStub
 
-    async def verify(self, request: VerifyRequest) -> Reply[Verification]:
-        """Asks for p at the draft's positions. Idempotent, cancelled and failing as `DraftLink.propose`."""
-        return await self._ask(request)
+    async def verify(self, request: VerifyRequest, wire: WireCount | None = None) -> Verification:
+        """Asks for p at the draft's positions. Idempotent, counted, cancelled and failing as `DraftLink.propose`."""
+        return await self._ask(request, wire)
 
     def _open_call(self, stub: Any) -> Any:
         return stub.Verify()

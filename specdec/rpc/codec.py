@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.limits import check_token_ids
 from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
-from specdec.rpc.rounds import decode_round, encode_round, require, require_context, require_vocabulary, uses_supports
+from specdec.rpc.rounds import decode_round, encode_round, require, require_context, uses_supports
 from specdec.types import (
     LAW_TOTAL,
     EngineInfo,
@@ -86,14 +87,14 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
         "draft_token_ids",
         f"holds {num_draft_tokens} tokens; the limit is {limits.max_gamma}",
     )
-    require_vocabulary("draft_token_ids", draft_token_ids, limits)
+    check_token_ids(draft_token_ids, limits.vocabulary_size, "draft_token_ids")
     require_context(round_.committed_len + num_draft_tokens, limits)
     try:
         support_ids = decode_supports(message.supports, num_draft_tokens if uses_supports(round_) else 0)
     except ValueError as error:
         raise InvalidRequest(f"supports: {error}", field="supports") from error
     for ids in support_ids:
-        require_vocabulary("supports", ids[-1:], limits)  # ascending: the last is the largest
+        check_token_ids(ids[-1:], limits.vocabulary_size, "supports")  # ascending: the last is the largest
     num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     most = min(_MAX_LOGPROBS, limits.vocabulary_size)
     require((num_logprobs or 0) <= most, "num_logprobs", f"must be at most {most}, not {num_logprobs}")

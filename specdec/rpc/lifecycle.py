@@ -7,11 +7,13 @@ the parts, the environment, signals (a service's `__main__`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
@@ -37,9 +39,13 @@ class Servicer(Protocol):
 
 
 class Engine(Protocol):
-    """What a replica warms up and closes."""
+    """What a replica warms up, watches and closes."""
 
     async def warm_up(self) -> None: ...
+
+    async def wait_ended(self) -> None:
+        """Raises Internal once the engine broke down by itself."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -83,6 +89,8 @@ async def run_replica(
 ) -> None:
     """Serves until `stop` is set, then finishes what is in flight within `settings.drain_grace_s`.
 
+    An engine that breaks down ends the replica at once: a process that can answer nothing is better restarted.
+
     Args:
         settings: the process's settings.
         service_name: full protobuf name of the service.
@@ -94,6 +102,7 @@ async def run_replica(
 
     Raises:
         Unavailable: the address is taken, or the registry cannot be reached.
+        Internal: the engine broke down.
     """
     server = ServiceServer(
         settings.listen,
@@ -117,13 +126,28 @@ async def run_replica(
             await registration.start()
             ending.push_async_callback(registration.close)
         _log.info("listening", extra={"address": server.address, "advertised": address})
-        await stop.wait()
+        try:
+            await _until(stop, engine)
+        finally:
+            await server.set_not_serving()
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
-        await server.set_not_serving()
         servicer.drain()
         await _announce(registration)
         await server.stop(settings.drain_grace_s)
     _log.info("stopped")
+
+
+async def _until(stop: asyncio.Event, engine: Engine) -> None:
+    """Waits for `stop`. Raises Internal when the engine breaks down first."""
+    stopper, watcher = asyncio.create_task(stop.wait()), asyncio.create_task(engine.wait_ended())
+    try:
+        done, _ = await asyncio.wait({stopper, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if watcher in done:
+            watcher.result()
+    finally:
+        for task in (stopper, watcher):
+            task.cancel()
+        await asyncio.wait({stopper, watcher})
 
 
 async def _announce(registration: Registration | None) -> None:
@@ -148,3 +172,15 @@ def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Ends the process at once, once a service has returned: everything is closed by then.
+
+    An orderly end of an interpreter that holds torch takes seconds, in which a supervisor waits for nothing.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(exit_code)

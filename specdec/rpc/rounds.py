@@ -5,12 +5,11 @@ A value out of range is InvalidRequest naming the field and its limit. Called by
 
 from __future__ import annotations
 
-import math
-
 from specdec.core.chain import HASH_BYTES
+from specdec.core.limits import check_law, check_token_ids
 from specdec.errors import InvalidRequest
 from specdec.rpc.arrays import token_ids
-from specdec.types import DrawRule, EngineInfo, LawParams, Round, TokenIds
+from specdec.types import DrawRule, EngineInfo, LawParams, Round
 from specdec.v1 import common_pb2
 
 _MAX_SESSION_ID_BYTES = 256
@@ -59,7 +58,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
     )
     committed = token_ids(message.token_ids)
     require(len(committed) > 0, "round.token_ids", "must hold at least one token")
-    require_vocabulary("round.token_ids", committed, limits)
+    check_token_ids(committed, limits.vocabulary_size, "round.token_ids")
     committed_len = message.start + len(committed)
     require(
         message.output_start <= committed_len,
@@ -95,16 +94,7 @@ def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
         min_new_tokens=message.min_new_tokens,
         end_token_ids=tuple(message.end_token_ids),
     )
-    # Written so that NaN fails every comparison.
-    require(0.0 <= law.temperature < math.inf, "round.law.temperature", "must be finite and at least 0")
-    require(0.0 < law.top_p <= 1.0, "round.law.top_p", f"must be in (0, 1], not {law.top_p}")
-    require(0.0 <= law.min_p < 1.0, "round.law.min_p", f"must be in [0, 1), not {law.min_p}")
-    require(0.0 < law.repetition_penalty < math.inf, "round.law.repetition_penalty", "must be finite and above 0")
-    require(math.isfinite(law.presence_penalty), "round.law.presence_penalty", "must be finite")
-    require(math.isfinite(law.frequency_penalty), "round.law.frequency_penalty", "must be finite")
-    for token_id, bias in law.logit_bias.items():
-        require(token_id < limits.vocabulary_size, "round.law.logit_bias", f"token id {token_id} is not in the model")
-        require(math.isfinite(bias), "round.law.logit_bias", f"the bias of token {token_id} must be finite")
+    check_law(law, limits.vocabulary_size)
     return law
 
 
@@ -116,13 +106,6 @@ def uses_supports(round_: Round) -> bool:
 def require(holds: bool, field: str, message: str, *, reason: str = "") -> None:
     if not holds:
         raise InvalidRequest(f"{field}: {message}", field=field, reason=reason)
-
-
-def require_vocabulary(field: str, ids: TokenIds, limits: EngineInfo) -> None:
-    if len(ids) and ids.max() >= limits.vocabulary_size:
-        raise InvalidRequest(
-            f"{field}: token id {ids.max()} is outside the vocabulary of {limits.vocabulary_size}", field=field
-        )
 
 
 def require_context(num_tokens: int, limits: EngineInfo) -> None:

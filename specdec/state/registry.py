@@ -86,3 +86,6 @@ class Heartbeat:
                 await self.beat()
             except Unavailable as error:
                 _log.warning("missed a heartbeat: %s", error)
+            except Exception:
+                # A replica that serves must not vanish from the registry over a fault that may pass.
+                _log.exception("missed a heartbeat")

@@ -142,6 +142,24 @@ async def test_a_heartbeat_keeps_its_replica_listed_and_takes_it_out_at_the_end(
     assert await ids(registry) == []
 
 
+async def test_a_heartbeat_goes_on_after_a_fault_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+    registry = open_registry("memory://")
+    beats = 0
+
+    def describe() -> EngineInfo:
+        nonlocal beats
+        beats += 1
+        if beats == 2:
+            raise ZeroDivisionError("a fault of the engine")
+        return replace(ENGINE, num_sessions=beats)
+
+    async with Heartbeat(registry, address="h:1", describe=describe, ttl_s=0.3), asyncio.timeout(10):
+        while not any(record.engine.num_sessions > 2 for record in await registry.replicas("draft")):
+            pass
+    assert "a fault of the engine" in caplog.text
+    await registry.close()
+
+
 async def test_a_heartbeat_that_cannot_begin_says_so() -> None:
     registry = open_registry("redis://127.0.0.1:1")
     heartbeat = Heartbeat(registry, address="h:1", describe=lambda: ENGINE)

@@ -14,7 +14,6 @@ import pytest
 from specdec.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SessionLost, Unavailable
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
-from specdec.state.lease import LeaseKeeper
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Commit, Lease, RequestRecord, SessionStore
 from specdec.types import FinishReason, TokenIds
@@ -390,29 +389,6 @@ async def test_a_session_id_that_breaks_keys_is_refused_by_name(store: SessionSt
     with pytest.raises(InvalidRequest) as refusal:
         await store.load(session_id)
     assert refusal.value.field == "session_id"
-
-
-# ---- leases kept in the background --------------------------------------------------------------------------------
-
-
-async def test_a_keeper_outlives_the_ttl_and_gives_the_lease_back(store: SessionStore, session_id: str) -> None:
-    lease = await store.acquire(session_id, owner="me", ttl_s=0.3, create=True)
-    deadline = asyncio.get_running_loop().time() + 2 * lease.ttl_s
-    async with LeaseKeeper(store, lease) as keeper:
-        while asyncio.get_running_loop().time() < deadline:
-            with pytest.raises(SessionBusy):
-                await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
-        keeper.check()
-    await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
-
-
-async def test_a_keeper_signals_a_session_that_was_taken(store: SessionStore, session_id: str) -> None:
-    lease = await store.acquire(session_id, owner="me", ttl_s=0.1, create=True)
-    async with LeaseKeeper(store, lease) as keeper, asyncio.timeout(10):
-        await store.delete(session_id)
-        await keeper.lost.wait()
-        with pytest.raises(LeaseLost):
-            keeper.check()
 
 
 # ---- a Redis that fails -----------------------------------------------------------------------------------------

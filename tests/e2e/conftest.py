@@ -1,4 +1,4 @@
-"""Checkpoints that several end-to-end tests share, built once a run."""
+"""Checkpoints and a Redis that several end-to-end tests share, built once a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.redis_fixture import redis_server, redis_url
 from tests.tiny_models import build_tiny_model, build_tiny_pair
+
+__all__ = ["llama_pair", "other_draft", "redis_server", "redis_url"]
 
 
 @pytest.fixture(scope="session")

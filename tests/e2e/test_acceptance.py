@@ -28,7 +28,7 @@ GAMMA = 4
 Z = 4.0
 
 
-def tested_positions(completion: Completion) -> list[int]:
+def positions_of_tests(completion: Completion) -> list[int]:
     """Output indices at which a draft token was tested."""
     tested = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
     return [index for index, detail in enumerate(completion.details) if detail.source in tested]
@@ -40,7 +40,7 @@ def covered_mass(model: torch.nn.Module, prompt: Sequence[int], completion: Comp
     with torch.inference_mode():
         logits = model(torch.tensor([ids])).logits[0].numpy()
     masses = []
-    for index in tested_positions(completion):
+    for index in positions_of_tests(completion):
         position = len(prompt) + index
         law = filtered_law(logits[position - 1], LawParams(), np.array(ids[:position], np.uint32), len(prompt))
         _, lost_mass = cut_support(law, default_s_max(len(law)))

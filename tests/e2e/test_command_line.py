@@ -235,6 +235,12 @@ def test_up_that_cannot_start_says_why_in_one_line_and_leaves_nothing(
     assert "Traceback" not in result.stderr
 
 
+def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str) -> None:
+    result = specdec("up", "--listen", endpoint)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.fullmatch(r"error: UNAVAILABLE [A-Z_]+: cannot listen on .+\n", result.stderr), result.stderr
+
+
 def test_the_children_of_a_killed_up_end_by_themselves() -> None:
     up, _ = start_up()
     children = children_of(up)

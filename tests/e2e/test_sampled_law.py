@@ -69,9 +69,11 @@ def joint_law(checkpoint: Path, law: LawParams) -> dict[tuple[int, ...], float]:
     return prefixes
 
 
-async def sample(pair: tuple[Path, Path], num_samples: int, options: dict[str, Any]) -> Counter[tuple[int, ...]]:
+async def sample(
+    pair: tuple[Path, Path], redis_url: str, num_samples: int, options: dict[str, Any]
+) -> Counter[tuple[int, ...]]:
     workers = [load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=2048) for path in pair]
-    async with ModelStack(pair[0], workers[0], {"default": workers[1]}) as stack:
+    async with ModelStack(pair[0], workers[0], {"default": workers[1]}, redis_url=redis_url) as stack:
         gate = asyncio.Semaphore(NUM_AT_ONCE)
 
         async def draw(seed: int) -> tuple[int, ...]:
@@ -99,10 +101,10 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
     return float(stats.chisquare(observed, np.array(expected) * (sum(observed) / sum(expected))).pvalue)
 
 
-async def check_law(pair: tuple[Path, Path], mode: str, name: str, num_samples: int) -> None:
+async def check_law(pair: tuple[Path, Path], redis_url: str, mode: str, name: str, num_samples: int) -> None:
     options = FILTERS[name]
     law = joint_law(pair[0], LawParams(**options))
-    counts = await sample(pair, num_samples, {**options, "mode": mode, "gamma": 2})
+    counts = await sample(pair, redis_url, num_samples, {**options, "mode": mode, "gamma": 2})
     value = p_value(counts, law)
     print(f"{mode} {name}: p = {value:.3g} over {num_samples} samples, {len(law)} outcomes")
     assert value > FALSE_ALARM / len(CASES)
@@ -111,21 +113,23 @@ async def check_law(pair: tuple[Path, Path], mode: str, name: str, num_samples: 
 @pytest.mark.parametrize(
     ("mode", "name"), [("rejection", "plain"), ("block", "penalties_and_bias"), ("coupled", "min_p")]
 )
-async def test_three_tokens_follow_the_targets_joint_law(pair: tuple[Path, Path], mode: str, name: str) -> None:
-    await check_law(pair, mode, name, 1500)
+async def test_three_tokens_follow_the_targets_joint_law(
+    pair: tuple[Path, Path], redis_url: str, mode: str, name: str
+) -> None:
+    await check_law(pair, redis_url, mode, name, 1500)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("mode", "name"), CASES)
 async def test_three_tokens_follow_the_targets_joint_law_for_every_mode_and_filter(
-    pair: tuple[Path, Path], mode: str, name: str
+    pair: tuple[Path, Path], redis_url: str, mode: str, name: str
 ) -> None:
-    await check_law(pair, mode, name, 10_000)
+    await check_law(pair, redis_url, mode, name, 4000)
 
 
-async def test_the_drafts_own_law_would_be_noticed(pair: tuple[Path, Path]) -> None:
+async def test_the_drafts_own_law_would_be_noticed(pair: tuple[Path, Path], redis_url: str) -> None:
     """Negative control: the samples follow neither the draft's law nor the target's at another temperature."""
-    counts = await sample(pair, 1500, {"temperature": 1.0, "mode": "rejection", "gamma": 2})
+    counts = await sample(pair, redis_url, 1500, {"temperature": 1.0, "mode": "rejection", "gamma": 2})
     assert p_value(counts, joint_law(pair[1], LawParams())) < FALSE_ALARM / len(CASES)
     assert p_value(counts, joint_law(pair[0], LawParams(temperature=0.8))) < FALSE_ALARM / len(CASES)

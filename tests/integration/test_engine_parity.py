@@ -24,6 +24,8 @@ PADDED_ROWS = 8
 NUM_BLOCKS = 64
 BLOCKS_PER_SEQUENCE = 8
 CHUNK_LENGTHS = (1, 1, 2, 5, 7, 17, 40)
+#: A padded row of the embedding, so no token of the vocabulary; its keys and values are NaN in every layer.
+NAN_TOKEN_ID = VOCABULARY_SIZE + 1
 
 
 class Case:
@@ -41,6 +43,8 @@ class Case:
             logit_spread=1.0,
         )
         self.eager = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+        self.eager.get_input_embeddings().weight.data[NAN_TOKEN_ID] = torch.nan
+        self.eager.save_pretrained(directory)
         self.worker = load_worker(str(directory), device="cpu", dtype="float32", num_kv_blocks=NUM_BLOCKS)
         ids = list(range(NUM_BLOCKS))
         random.Random(7).shuffle(ids)
@@ -140,6 +144,24 @@ def test_a_first_chunk_and_a_lone_first_token_equal_the_eager_forward(case: Case
     assert_equal(run(case.worker, piece(one, 0, 1, case.tables[0], 1)), case.expected(one))
     rows = run(case.worker, piece(two, 0, 34, case.tables[1], 2), piece(one, 0, 1, case.tables[0], 1))
     assert_equal(rows, torch.cat((case.expected(two)[-2:], case.expected(one))))
+
+
+def test_nan_left_in_freed_blocks_does_not_reach_their_next_owners(case: Case) -> None:
+    rng = random.Random(11)
+    one, two = random_tokens(rng, 40), random_tokens(rng, 61)
+    for table in case.tables[:2]:
+        poisoned = run(case.worker, piece([NAN_TOKEN_ID] * 80, 0, 80, table, 1))
+        assert poisoned.isnan().all()
+    for start, end in ((0, 7), (7, 16), (16, 17), (17, 18), (18, 35), (35, 40)):
+        rows = run(
+            case.worker,
+            piece(one, start, end, case.tables[0], end - start),
+            piece(two, start + 21, end + 21, case.tables[1], end - start)
+            if start
+            else piece(two, 0, 28, case.tables[1], 7),
+        )
+        expected = (case.expected(one)[start:end], case.expected(two)[start + 21 : end + 21])
+        assert_equal(rows, torch.cat(expected))
 
 
 def test_a_step_without_logit_rows_returns_none_of_them(case: Case) -> None:

@@ -249,6 +249,16 @@ async def test_logprobs_are_the_models_own_before_filters() -> None:
                 tokens.append(token_id)
 
 
+async def test_who_resumes_a_request_with_logprobs_gets_them_too() -> None:
+    async with started_coordinator() as (_, coordinator):
+        stream = coordinator.stub.Generate(request(session_id="s", logprobs=1, max_new_tokens=100))
+        held = await read_until(stream, 4)
+        stream.cancel()
+        rest = await coordinator.generate(request(None, session_id="s", resume_from=len(held.token_ids)))
+        assert len(rest.details) == len(rest.token_ids)
+        assert rest.details[-1].HasField("logprob")
+
+
 async def test_provenance_names_source_probabilities_and_pool() -> None:
     async with started_coordinator() as (_, coordinator):
         output = await coordinator.generate(request(temperature=1.0, seed=5, provenance=True, max_new_tokens=60))

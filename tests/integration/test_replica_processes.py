@@ -95,11 +95,11 @@ async def test_a_draft_and_a_target_process_serve_a_round_and_end_on_sigterm(mod
         )
         draft_link, target_link = DraftLink(draft_address), TargetLink(target_address)
         asked = first_round("a")
-        proposal = (await draft_link.propose(ProposeRequest(asked, 4))).value
+        proposal = await draft_link.propose(ProposeRequest(asked, 4))
         assert len(proposal.draft_token_ids) == 4
         supports = tuple(support.token_ids for support in proposal.supports)
         reply = await target_link.verify(VerifyRequest(asked, proposal.draft_token_ids, supports))
-        assert len(reply.value.rows) == 5
+        assert len(reply.rows) == 5
         draft_info, target_info = await draft_link.info(), await target_link.info()
         assert (draft_info.role, target_info.role) == ("draft", "target")
         assert draft_info.vocabulary_fingerprint == target_info.vocabulary_fingerprint

@@ -128,6 +128,16 @@ def test_text_that_is_not_unicode_is_refused_before_it_is_sent(
     assert servicer.requests == []
 
 
+def test_a_line_that_is_not_unicode_is_refused_before_it_is_sent(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    assert run(["chat"], environ) == 1
+    assert capsys.readouterr().err.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: messages[0].content:")
+    assert servicer.requests == []
+
+
 def test_chat_keeps_one_session_and_sends_the_whole_conversation(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from specdec.client import AsyncClient, Budgets, Chunk, Client, Completion
-from specdec.errors import Internal, InvalidRequest, LeaseLost, NotFound, SessionBusy, SessionLost, Unavailable
+from specdec.errors import (
+    Internal,
+    InvalidRequest,
+    LeaseLost,
+    NotFound,
+    SessionBusy,
+    SessionLost,
+    SpecdecError,
+    StaleEpoch,
+    Unavailable,
+)
 from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2 as pb
 from tests.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens
@@ -17,7 +29,7 @@ QUICK = Budgets(connect_s=5.0, resume_s=5.0)
 Run = Callable[[list[Script]], tuple[ScriptedCoordinator, list[Chunk], Completion]]
 
 
-def soon(error: Unavailable | LeaseLost) -> Event:
+def soon(error: SpecdecError) -> Event:
     error.retry_after_s = 0.0
     return error
 
@@ -64,8 +76,8 @@ def test_a_stream_hands_over_every_chunk_and_then_the_whole_output(run: Run) -> 
     assert completion.request_id == servicer.requests[0].request_id != ""
 
 
-@pytest.mark.parametrize("error", [Unavailable("gone"), LeaseLost("taken")], ids=["unavailable", "lease lost"])
-def test_a_broken_stream_resumes_after_the_last_token_it_handed_over(run: Run, error: Unavailable | LeaseLost) -> None:
+@pytest.mark.parametrize("error", [Unavailable("gone"), LeaseLost("taken"), StaleEpoch("taken")])
+def test_a_broken_stream_resumes_after_the_last_token_it_handed_over(run: Run, error: SpecdecError) -> None:
     servicer, chunks, completion = run(
         [
             lambda r: [started(r), tokens(0, [5, 6]), soon(error)],
@@ -92,6 +104,11 @@ def test_before_the_first_token_the_whole_request_is_sent_again_under_the_same_i
     )
     assert completion.token_ids == (5,)
     assert all(request == servicer.requests[0] for request in servicer.requests)
+
+
+def test_attempts_that_begin_well_and_bring_nothing_end_with_the_budget(run: Run) -> None:
+    with pytest.raises(Unavailable, match="no target"):
+        run([lambda r: [started(r), soon(Unavailable("no target"))]])
 
 
 def test_a_stream_closed_without_its_end_is_resumed(run: Run) -> None:
@@ -150,6 +167,15 @@ def test_a_server_killed_under_a_stream_and_started_again_is_found_again() -> No
         assert stream.result().token_ids == (5, 6)
         assert second.requests[0].resume_from == 1
     server.stop(None)
+
+
+def test_an_endpoint_that_accepts_and_says_nothing_is_given_up_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with Client(endpoint, budgets=Budgets(connect_s=1.0)) as client, pytest.raises(Unavailable, match=endpoint):
+            client.generate("p")
+    assert time.monotonic() - began < 15.0
 
 
 def test_an_endpoint_where_nobody_listens_is_named_in_the_error() -> None:

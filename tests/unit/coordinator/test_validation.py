@@ -35,6 +35,7 @@ def chat(*roles: str) -> pb.GenerateRequest:
         (pb.GenerateRequest(prompt_token_ids=pb.TokenIds()), "prompt_token_ids", "must not be empty"),
         (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5, 100])), "prompt_token_ids", "size 100, got 100"),
         (chat(), "messages", "messages must not be empty"),
+        (chat(*["user"] * 4097), "messages", "at most 4096 messages, got 4097"),
         (chat("user", ""), "messages[1].role", "must not be empty"),
         (sampling(temperature=math.nan), "sampling.temperature", "must be a finite number, got nan"),
         (sampling(temperature=math.inf), "sampling.temperature", "must be a finite number, got inf"),
@@ -52,6 +53,7 @@ def chat(*roles: str) -> pb.GenerateRequest:
         (sampling(stop=["a"] * 17), "sampling.stop", "at most 16 strings, got 17"),
         (sampling(stop=["a" * 1025]), "sampling.stop", "at most 1024 characters, got 1025"),
         (sampling(stop_token_ids=[100]), "sampling.stop_token_ids", "size 100, got 100"),
+        (sampling(stop_token_ids=[3] * 101), "sampling.stop_token_ids", "the vocabulary, 100, got 101"),
         (sampling(logprobs=21), "sampling.logprobs", "sampling.logprobs must be at most 20, got 21"),
         (sampling(max_new_tokens=4, min_new_tokens=5), "sampling.min_new_tokens", "at most max_new_tokens 4, got 5"),
         (
@@ -78,6 +80,12 @@ def test_a_bad_field_is_refused_with_its_name_and_limit(request_: pb.GenerateReq
     assert caught.value.reason == "INVALID_REQUEST"
     assert message in caught.value.message
     assert caught.value.message.startswith(field)
+
+
+def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at() -> None:
+    with pytest.raises(InvalidRequest, match="it holds 64 tokens, the context is 64") as caught:
+        validate_request(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[100] * 64)), LIMITS)
+    assert (caught.value.reason, caught.value.field) == ("CONTEXT_TOO_LONG", "prompt_token_ids")
 
 
 def test_an_empty_sampling_message_means_the_documented_defaults() -> None:

@@ -81,6 +81,21 @@ def test_probes_ask_the_port_that_serves_plaintext_health(name: str) -> None:
     assert port in {entry["containerPort"] for entry in container["ports"]}
 
 
+def test_redis_refuses_writes_before_its_container_is_killed() -> None:
+    (container,) = next(document for document in documents("redis") if document["kind"] == "StatefulSet")["spec"][
+        "template"
+    ]["spec"]["containers"]
+    flags = dict(zip(container["args"][1::2], container["args"][2::2], strict=True))
+    assert flags["--maxmemory-policy"] == "noeviction"
+    assert (flags["--maxmemory"], container["resources"]["limits"]["memory"]) == ("512mb", "1Gi")
+
+
+def test_the_coordinator_starts_without_a_draft() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    conditions = {name: need["condition"] for name, need in services["coordinator"]["depends_on"].items()}
+    assert conditions == {"redis": "service_healthy", "target": "service_healthy", "draft": "service_started"}
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_image_listens_where_its_health_check_asks(name: str) -> None:
     dockerfile = (ROOT / SERVICES[name] / "Dockerfile").read_text()

@@ -28,6 +28,13 @@ def test_every_token_goes_to_the_slot_of_its_position() -> None:
     assert batch.token_ids.tolist() == [[7, 8, 9]]
 
 
+def test_a_block_is_opened_by_a_step_that_begins_and_does_not_fill_it() -> None:
+    assert build(scattered(1, 40), scattered(4, 33, 20)).opened_blocks is None
+    assert build(scattered(32, 0)).opened_blocks is None
+    batch = build(scattered(1, 32), scattered(20, 14, 20), scattered(3, 14, 40), scattered(33, 0, 60))
+    assert sorted(batch.opened_blocks.tolist()) == [4, 24, 42, 64]
+
+
 def test_draft_steps_and_verifications_of_many_sequences_are_two_groups() -> None:
     steps = [scattered(1, 40 + i, 10 * i) for i in range(6)]
     checks = [scattered(5, 50 + i, 100 + 10 * i) for i in range(6)]

@@ -9,6 +9,7 @@ import pytest
 
 from draft_service.proposer import Proposer
 from specdec.engine import laws, sampling
+from specdec.engine.sessions import MAX_ANSWERS
 from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import DrawRule, LawParams, ProposeRequest, VerifyRequest
 from target_service.verifier import Verifier
@@ -292,7 +293,6 @@ async def test_closing_finishes_what_is_in_flight_and_refuses_what_is_new(held):
     assert held.verifier.info().kv_usage == 0.0
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_nobody_waits_for_ever_when_the_device_thread_itself_ends(held):
     held.worker.fail_next = GeneratorExit("no ordinary error")
     with pytest.raises(Internal):
@@ -300,6 +300,28 @@ async def test_nobody_waits_for_ever_when_the_device_thread_itself_ends(held):
     with pytest.raises(Unavailable):
         await held.verifier.verify(_verify(TOKENS[:20]))
     assert held.verifier.info().draining
+    with pytest.raises(Internal, match="broke down: GeneratorExit"):
+        await held.verifier.wait_ended()
+
+
+async def test_an_engine_that_is_closed_ends_well(held):
+    ended = asyncio.create_task(held.verifier.wait_ended())
+    await held.verifier.close()
+    await ended
+
+
+async def test_the_newest_answers_are_kept_for_repetition_and_older_ones_worked_out_again():
+    verifier = Verifier(worker := TableWorker(num_blocks=MAX_ANSWERS + 8))
+    requests = [_verify(TOKENS[:3], session_id=f"s{index}") for index in range(MAX_ANSWERS + 1)]
+    answers = [await verifier.verify(request) for request in requests]
+    num_steps = len(worker.steps)
+    for index in (MAX_ANSWERS, 1):
+        assert await verifier.verify(requests[index]) is answers[index]
+    assert len(worker.steps) == num_steps
+    again = await verifier.verify(requests[0])
+    assert len(worker.steps) == num_steps + 1
+    assert again.choice_token_ids.tolist() == answers[0].choice_token_ids.tolist()
+    await verifier.close()
 
 
 async def test_an_idle_engine_runs_no_steps(held):

@@ -152,6 +152,7 @@ def broken_requests() -> list[tuple[str, str, VerifyRequest | Any]]:
         ("round.law.repetition_penalty", "above 0", broken(round__law__repetition_penalty=-1.0)),
         ("round.law.presence_penalty", "finite", broken(round__law__presence_penalty=float("inf"))),
         ("round.law.logit_bias", str(VOCABULARY), bias),
+        ("round.law.end_token_ids", str(VOCABULARY), broken(round__law__end_token_ids=[1, VOCABULARY])),
         ("round.law.logit_bias", "finite", infinite_bias),
         ("draft_token_ids", str(MAX_GAMMA), broken(draft_token_ids=list(range(MAX_GAMMA + 1)))),
         ("draft_token_ids", str(VOCABULARY), broken(draft_token_ids=[1, 2, 3, VOCABULARY])),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import uuid
 from functools import partial
 
@@ -87,7 +89,7 @@ async def test_a_drain_finishes_what_is_in_flight_then_leaves_the_registry(regis
         await asyncio.wait([replica.task], timeout=0.01)
     assert not replica.task.done()
     replica.engine.release_held.set()
-    assert (await in_flight).value.draft_token_ids.tolist() == [3, 4]
+    assert (await in_flight).draft_token_ids.tolist() == [3, 4]
     await replica.task
     assert await registry.replicas("draft") == []
     assert replica.engine.given_up["closed"].is_set()
@@ -105,6 +107,20 @@ async def test_what_outlasts_the_grace_is_cancelled(registry: ReplicaRegistry) -
         await stuck
     assert replica.engine.given_up["hold"].is_set()
     await link.close()
+
+
+async def test_an_engine_that_breaks_down_ends_the_replica_and_leaves_the_registry(registry: ReplicaRegistry) -> None:
+    replica = Replica(registry)
+    address = (await replica.record()).address
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=DRAFT_SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        replica.engine.broken.set()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(errors.Internal, match="the engine broke down"):
+            await replica.task
+    assert await registry.replicas("draft") == []
+    assert replica.engine.given_up["closed"].is_set()
 
 
 async def test_a_registry_that_cannot_be_reached_ends_the_replica_in_order() -> None:
@@ -138,3 +154,15 @@ def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.Capture
     assert run_to_exit_code(succeed()) == 0
     assert run_to_exit_code(fail()) == 1
     assert capsys.readouterr().err == "error: INVALID_ARGUMENT INVALID_REQUEST: no model at /nope\n"
+
+
+def test_a_process_ends_without_teardown_but_says_everything() -> None:
+    code = """
+import atexit, sys
+from specdec.rpc.lifecycle import end_process
+atexit.register(print, "teardown")
+print("said")
+end_process(3)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "said\n", "")

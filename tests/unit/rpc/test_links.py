@@ -14,7 +14,7 @@ from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
-from specdec.rpc.client import DraftLink, TargetLink
+from specdec.rpc.client import DraftLink, TargetLink, WireCount
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.types import DrawRule, ProposeRequest, VerifyRequest
@@ -67,13 +67,32 @@ def ask(session_id: str = "s", gamma: int = 3, *, num_tokens: int = 3) -> Propos
 async def test_a_proposal_comes_back_with_the_bytes_it_cost() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         request = ask(gamma=4)
-        reply = await link.propose(request)
+        wire = WireCount()
+        reply = await link.propose(request, wire)
         expected = await replica.engine.propose(request)
-        assert reply.value.draft_token_ids.tolist() == [3, 4, 5, 6]
-        assert reply.value.kv_len == expected.kv_len
+        assert reply.draft_token_ids.tolist() == [3, 4, 5, 6]
+        assert reply.kv_len == expected.kv_len
         sent = codec.encode_propose_request(request, 1).ByteSize()
         received = codec.encode_proposal(expected, 1).ByteSize()
-        assert reply.wire_bytes == sent + received
+        assert wire.num_bytes == sent + received
+
+
+async def test_failed_and_cancelled_calls_are_counted_with_what_they_sent_and_received() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        wire = WireCount()
+        missed = ask("raise:KvMiss")
+        with pytest.raises(errors.KvMiss):
+            await link.propose(missed, wire)
+        sent = codec.encode_propose_request(missed, 1).ByteSize()
+        assert wire.num_bytes > sent
+        wire = WireCount()
+        held = ask("hold")
+        cancelled = asyncio.create_task(link.propose(held, wire))
+        await replica.engine.asked["hold"].wait()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert wire.num_bytes == codec.encode_propose_request(held, 1).ByteSize()
 
 
 @pytest.mark.parametrize("rule", [DrawRule.LAW, DrawRule.COUPLED])
@@ -86,9 +105,9 @@ async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) ->
     drafts = np.array([4, 5], dtype=np.uint32)
     supports = (support_of(4, 3).token_ids, support_of(5, 4).token_ids) if rule is DrawRule.LAW else ()
     reply = await link.verify(VerifyRequest(make_round(draw_rule=rule), drafts, supports, num_logprobs=1))
-    assert len(reply.value.rows) == (3 if rule is DrawRule.LAW else 0)
-    assert len(reply.value.choice_token_ids) == (0 if rule is DrawRule.LAW else 3)
-    assert [row.logsumexp for row in reply.value.logit_rows] == [10.0, 11.0, 12.0]
+    assert len(reply.rows) == (3 if rule is DrawRule.LAW else 0)
+    assert len(reply.choice_token_ids) == (0 if rule is DrawRule.LAW else 3)
+    assert [row.logsumexp for row in reply.logit_rows] == [10.0, 11.0, 12.0]
     assert (await link.info()).role == "target"
     await link.release(["a", "b"])
     assert engine.released == ["a", "b"]
@@ -116,7 +135,7 @@ async def test_calls_of_one_loop_turn_share_a_frame_and_find_their_own_answers()
         assert frames == [64]
         for index, reply in enumerate(replies):
             first = index + 1
-            assert reply.value.draft_token_ids.tolist() == list(range(first, first + 1 + index % MAX_GAMMA))
+            assert reply.draft_token_ids.tolist() == list(range(first, first + 1 + index % MAX_GAMMA))
 
 
 async def test_a_failed_item_fails_alone_and_keeps_its_error() -> None:
@@ -157,7 +176,7 @@ async def test_a_slow_session_does_not_hold_up_the_others() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         slow = asyncio.create_task(link.propose(ask("hold")))
         await replica.engine.asked["hold"].wait()
-        assert (await link.propose(ask())).value.kv_len == 5
+        assert (await link.propose(ask())).kv_len == 5
         assert not slow.done()
         replica.engine.release_held.set()
         await slow
@@ -172,8 +191,8 @@ async def test_cancelling_one_call_disturbs_no_other() -> None:
         with pytest.raises(asyncio.CancelledError):
             await given_up
         replica.engine.release_held.set()
-        assert (await kept).value.draft_token_ids.tolist() == [3, 4, 5]
-        assert (await link.propose(ask())).value.kv_len == 5  # the late reply to the first was dropped
+        assert (await kept).draft_token_ids.tolist() == [3, 4, 5]
+        assert (await link.propose(ask())).kv_len == 5  # the late reply to the first was dropped
 
 
 async def test_a_call_cancelled_before_it_was_sent_never_leaves() -> None:
@@ -209,7 +228,7 @@ async def test_a_dying_replica_fails_every_pending_call_and_a_restarted_one_is_d
             await call
     assert sorted(replica.engine.given_up) == [f"hold {index}" for index in range(5)]
     async with DraftReplica(port):
-        assert (await link.propose(ask())).value.kv_len == 5
+        assert (await link.propose(ask())).kv_len == 5
         await link.close()
 
 
@@ -271,7 +290,7 @@ async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_
         assert refused.value.reason == "DRAINING"
         stopping = asyncio.create_task(replica.server.stop(60))
         replica.engine.release_held.set()
-        assert (await in_flight).value.kv_len == 5
+        assert (await in_flight).kv_len == 5
         await stopping  # well before its grace: the stream ended by itself
         assert replica.engine.seen == ["hold"]
 
@@ -306,15 +325,16 @@ async def test_large_requests_of_one_turn_are_spread_over_frames() -> None:
     """Forty requests of 200 KB are 8 MB: one frame of them would be refused, and would take them all down."""
     async with DraftReplica() as replica, draft_link(replica) as link:
         replies = await asyncio.gather(*(link.propose(ask(f"big {index}", num_tokens=110_000)) for index in range(40)))
-        assert [reply.value.kv_len for reply in replies] == [110_002] * 40
+        assert [reply.kv_len for reply in replies] == [110_002] * 40
 
 
 async def test_greedy_rounds_carry_token_ids_alone() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
-        law = await link.propose(ProposeRequest(make_round(), 8))
-        greedy = await link.propose(ProposeRequest(make_round(law=GREEDY), 8))
-        assert greedy.value.supports == ()
-        assert greedy.wire_bytes < 150 < law.wire_bytes
+        law_wire, greedy_wire = WireCount(), WireCount()
+        await link.propose(ProposeRequest(make_round(), 8), law_wire)
+        greedy = await link.propose(ProposeRequest(make_round(law=GREEDY), 8), greedy_wire)
+        assert greedy.supports == ()
+        assert greedy_wire.num_bytes < 150 < law_wire.num_bytes
 
 
 async def test_calls_are_counted_by_outcome() -> None:

@@ -198,7 +198,8 @@ async def test_stopping_lets_a_call_in_flight_finish_and_takes_no_new_one() -> N
         stopping = asyncio.create_task(server.stop(60))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.GetInfo(pb.GetInfoRequest())
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        # gRPC says CANCELLED to a call that arrives in the very moment of stopping, UNAVAILABLE later.
+        assert isinstance(from_rpc_error(refused.value), errors.Unavailable)
         release.set()
         assert (await in_flight).version == "1"
         await stopping

@@ -131,6 +131,21 @@ async def test_replicas_that_lost_a_session_are_sent_it_again_and_acceptance_sta
         assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
+async def test_what_a_miss_costs_on_the_wire_is_counted() -> None:
+    async with started_coordinator(drafts=0) as (rig, coordinator):
+        costs = []
+        for lost in (False, True):
+            session_id = f"lost-{lost}"
+            await coordinator.generate(request(session_id=session_id, max_new_tokens=100))
+            if lost:
+                await rig.target.engine.release([session_id])
+            turn = await coordinator.generate(request([9], session_id=session_id, max_new_tokens=1))
+            costs.append(turn.finished.stats.wire_bytes)
+        # The call that missed and its answer, and the session's 104 tokens in the call that repeats it.
+        assert costs[1] > 2 * costs[0]
+        assert costs[1] > costs[0] + 104
+
+
 @pytest.mark.parametrize("mode", [pb.SPECULATION_MODE_COUPLED, pb.SPECULATION_MODE_OFF], ids=["coupled", "off"])
 async def test_another_coordinator_carries_on_where_one_stopped(mode: int) -> None:
     async with Rig() as rig:
@@ -211,6 +226,7 @@ BAD_REQUESTS = {
     "min_p": (request(min_p=1.0), "INVALID_ARGUMENT", "INVALID_REQUEST", "sampling.min_p"),
     "gamma": (request(gamma=9), "INVALID_ARGUMENT", "INVALID_REQUEST", "speculation.gamma"),
     "pool": (request(draft_pool="nowhere"), "NOT_FOUND", "POOL_NOT_FOUND", "speculation.draft_pool"),
+    "a very long pool": (request(draft_pool="x" * 100_000), "NOT_FOUND", "POOL_NOT_FOUND", "speculation.draft_pool"),
     "unknown session": (
         request(None, session_id="nobody", resume_from=0),
         "NOT_FOUND",

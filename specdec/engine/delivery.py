@@ -1,0 +1,55 @@
+"""Answers on their way from the device thread back to the event loops that await them.
+
+Not here: what is answered (`loop`). A `Waiter` is made on its event loop; an `Outbox` belongs to the device thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """Someone awaiting a call on an event loop; made there."""
+
+    event_loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    future: asyncio.Future[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.future = self.event_loop.create_future()
+
+
+class Outbox:
+    """Answers and errors of one turn of the device thread."""
+
+    def __init__(self) -> None:
+        self._outcomes: list[tuple[Waiter, Any]] = []
+
+    def put(self, waiter: Waiter, outcome: Any) -> None:
+        """`outcome`: an answer, or an error to raise."""
+        self._outcomes.append((waiter, outcome))
+
+    def deliver(self) -> None:
+        """Hands over what was put, with one callback per event loop."""
+        outcomes, self._outcomes = self._outcomes, []
+        for event_loop in {waiter.event_loop for waiter, _ in outcomes}:
+            own = [(waiter.future, outcome) for waiter, outcome in outcomes if waiter.event_loop is event_loop]
+            try:
+                event_loop.call_soon_threadsafe(_resolve, own)
+            except RuntimeError:
+                _log.warning("an event loop was closed before %d of its calls were answered", len(own))
+
+
+def _resolve(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in outcomes:
+        if future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

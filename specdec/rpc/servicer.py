@@ -1,0 +1,88 @@
+"""What the draft and the target servicer have in common: streams, release, identity, drain, metrics.
+
+Not here: which messages travel and what the engine is asked (a service's `servicer`, which builds on this).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc import codec
+from specdec.rpc.frames import FrameServer
+from specdec.types import EngineInfo
+from specdec.v1 import common_pb2
+
+
+class ServedEngine(Protocol):
+    """What does not depend on the role."""
+
+    async def release(self, session_ids: list[str]) -> None: ...
+
+    def info(self) -> EngineInfo: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A reply item, and what its call is counted by."""
+
+    message: Any
+    num_committed_tokens: int
+    num_cached_tokens: int
+    num_draft_tokens: int
+
+
+class ReplicaServicer:
+    """Serves one engine to any number of links. Use from one event loop."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        metrics: EngineMetrics,
+        *,
+        items_of: Callable[[Any], Sequence[Any]],
+        reply_type: Callable[..., Any],
+        frame_of: Callable[[list[Any]], Any],
+    ) -> None:
+        """`items_of`, `reply_type` and `frame_of` as `FrameServer` takes them."""
+        self._served = engine
+        self._metrics = metrics
+        self._limits = engine.info()
+        self._frames = FrameServer(
+            items_of=items_of, answer=self._count_answer, reply_type=reply_type, frame_of=frame_of
+        )
+
+    def info(self) -> EngineInfo:
+        """What the replica is now; draining from `drain` on."""
+        engine_info = self._served.info()
+        return replace(engine_info, draining=engine_info.draining or self._frames.draining)
+
+    def drain(self) -> None:
+        """Refuses new calls with DRAINING; streams end once what is in flight is answered."""
+        self._frames.drain()
+
+    async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:  # noqa: N802
+        await self._served.release(list(request.session_ids))
+        return common_pb2.ReleaseResponse()
+
+    async def GetEngineInfo(self, request: common_pb2.GetEngineInfoRequest, context: Any) -> common_pb2.EngineInfo:  # noqa: N802
+        return codec.encode_engine_info(self.info())
+
+    async def answer(self, item: Any) -> Answered:
+        """Asks the engine what a request item asks. Raises SpecdecError for the item alone."""
+        raise NotImplementedError
+
+    async def _count_answer(self, item: Any) -> Any:
+        arrived_s = time.monotonic()
+        with self._metrics.call():
+            answered = await self.answer(item)
+        self._metrics.observe_call(
+            duration_s=time.monotonic() - arrived_s,
+            num_committed_tokens=answered.num_committed_tokens,
+            num_cached_tokens=answered.num_cached_tokens,
+            num_draft_tokens=answered.num_draft_tokens,
+        )
+        return answered.message

@@ -1,0 +1,37 @@
+"""`make demo`'s script, run as make runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_demo_streams_both_ways_prints_both_speeds_and_leaves_nothing_behind() -> None:
+    environ = {**os.environ, "NO_COLOR": "1", "SPECDEC_DEMO_RUN": str(os.getpid())}
+    result = subprocess.run(
+        [sys.executable, "examples/demo.py"], capture_output=True, text=True, cwd=ROOT, env=environ, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    speeds = re.search(r"speculative ([\d.]+) tokens/s +target-only ([\d.]+) tokens/s", result.stdout)
+    assert speeds is not None, result.stdout
+    assert min(float(speed) for speed in speeds.groups()) > 0
+    assert "Both texts are the same, token for token." in result.stdout
+    assert "\x1b[" not in result.stdout, "colour was asked not to be used"
+    assert not processes_marked(f"SPECDEC_DEMO_RUN={os.getpid()}")
+
+
+def processes_marked(entry: str) -> list[str]:
+    """Live processes other than this one whose environment holds `entry`."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if entry.encode() in environ.read_bytes().split(b"\0"):
+                found.append(environ.parent.name)
+        except OSError:  # it has ended meanwhile, or is not ours
+            continue
+    return [pid for pid in found if pid != str(os.getpid())]

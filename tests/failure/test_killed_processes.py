@@ -1,0 +1,54 @@
+"""Real processes and a real Redis: no process's end costs a client a token."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from specdec.v1 import coordinator_pb2 as pb
+from tests.process_rig import NUM_TOKENS, PROMPT, ask, models, read_rest, read_some, reference, run, stack, stub_of
+from tests.redis_fixture import redis_server
+from tests.stack import Stack
+
+__all__ = ["models", "redis_server", "reference", "stack"]
+
+
+def test_a_killed_draft_is_done_without_and_taken_back(stack: Stack, reference: list[int]) -> None:
+    stub = stub_of(stack.endpoint)
+    stream = stub.Generate(ask(num_tokens=4 * NUM_TOKENS, gamma=1, return_provenance=True))
+    output = read_some(stream, 8)
+    stack.kill("draft")
+    read_rest(stream, output)
+    assert output.token_ids == reference
+    assert output.details[-1].source == pb.TOKEN_SOURCE_TARGET
+    stack.restart("draft")
+    while not any(pool.role == "draft" for pool in stub.GetInfo(pb.GetInfoRequest()).pools):
+        pass
+    assert run(stub, ask()).finished.stats.num_accepted_tokens > 0
+
+
+def test_a_killed_coordinators_stream_is_finished_by_another(stack: Stack, reference: list[int]) -> None:
+    stream = stub_of(stack.endpoint).Generate(ask("orphan", num_tokens=4 * NUM_TOKENS, gamma=1))
+    held = read_some(stream, 20)
+    stack.kill("coordinator")
+    with pytest.raises(grpc.RpcError) as caught:
+        read_rest(stream, held)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    request = pb.GenerateRequest(session_id="orphan", resume_from=len(held.token_ids))
+    rest = run(stub_of(stack.parts["coordinator2"].address), request)
+    assert held.token_ids + rest.token_ids == reference
+    assert rest.finished.usage.num_output_tokens == len(reference)
+    stack.restart("coordinator")
+    record = stub_of(stack.endpoint).GetSession(pb.GetSessionRequest(session_id="orphan", include_token_ids=True))
+    assert list(record.token_ids) == [*PROMPT, *reference]
+
+
+def test_a_terminated_coordinator_finishes_what_runs_and_leaves_well(stack: Stack, reference: list[int]) -> None:
+    stream = stub_of(stack.endpoint).Generate(ask(num_tokens=NUM_TOKENS, gamma=1))
+    output = read_some(stream, 1)
+    process = stack.parts["coordinator"].process
+    process.terminate()
+    read_rest(stream, output)
+    assert output.token_ids == reference[:NUM_TOKENS]
+    assert process.wait() == 0
+    stack.restart("coordinator")

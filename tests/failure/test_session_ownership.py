@@ -1,0 +1,172 @@
+"""Who owns a session when two coordinators, a drain or a leaving client meet an admission or an end half done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from specdec.rpc.status import from_rpc_error
+from specdec.state.store import Commit, Lease, RequestRecord
+from specdec.v1 import coordinator_pb2 as pb
+from tests.coordinator_rig import PROMPT, Coordinator, Rig, eventually, read_rest, read_until, request
+
+
+class InterruptedStore:
+    """A session store in which something happens before, or after, the first call of one method."""
+
+    def __init__(
+        self,
+        store: Any,
+        method: str,
+        *,
+        before: Callable[..., Awaitable[None]] | None = None,
+        after: Callable[..., Awaitable[None]] | None = None,
+    ) -> None:
+        self._store = store
+        self._method = method
+        self._before = before
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if name != self._method:
+            return method
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._before = self._before, None
+            if before is not None:
+                await before(*args)
+            answer = await method(*args, **kwargs)
+            after, self._after = self._after, None
+            if after is not None:
+                await after()
+            return answer
+
+        return call
+
+
+async def coordinator_on(rig: Rig, store: InterruptedStore, **settings: Any) -> Coordinator:
+    whole, rig.store = rig.store, store  # type: ignore[assignment]
+    try:
+        return await rig.coordinator(**settings)
+    finally:
+        rig.store = whole
+
+
+async def reason_of(coordinator: Coordinator, asked: pb.GenerateRequest) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await coordinator.generate(asked)
+    return from_rpc_error(caught.value).reason
+
+
+async def keys_of(rig: Rig) -> list[bytes]:
+    return await rig.store._connection.run_command("KEYS", "specdec:default:*")
+
+
+async def test_a_coordinator_that_comes_too_late_leaves_the_session_another_has_made_meanwhile() -> None:
+    async with Rig() as rig:
+        quick = await rig.coordinator()
+        made = []
+
+        async def another_runs_it_to_its_end(*_: object) -> None:
+            made.append(await quick.generate(request(session_id="s", max_new_tokens=6)))
+
+        slow = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=another_runs_it_to_its_end))
+        assert await reason_of(slow, request(session_id="s", max_new_tokens=6)) == "SESSION_BUSY"
+        assert (await rig.store.read_tokens("s")).tolist() == [*PROMPT, *made[0].token_ids]
+        replayed = await quick.generate(request(None, session_id="s", resume_from=0))
+        assert replayed.token_ids == made[0].token_ids
+
+
+async def test_a_session_changed_to_the_same_length_meanwhile_is_not_taken_for_what_it_was() -> None:
+    async with Rig() as rig:
+        first = await rig.coordinator()
+        await first.generate(request(session_id="s", max_new_tokens=6))
+        changed = np.full(len(PROMPT) + 6, 9, np.uint32)
+
+        async def another_rewrites_it(*_: object) -> None:
+            lease = await rig.store.acquire("s", owner="another", ttl_s=5.0, create=False)
+            asked = RequestRecord("r", "digest", "{}", turn=1, output_start=len(changed))
+            await rig.store.begin_request(lease, asked, keep=0, token_ids=changed)
+            await rig.store.release(lease)
+
+        slow = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=another_rewrites_it))
+        assert await reason_of(slow, request(session_id="s", max_new_tokens=6)) == "SESSION_BUSY"
+        assert (await rig.store.read_tokens("s")).tolist() == changed.tolist()
+
+
+async def test_a_new_session_that_another_coordinator_took_over_is_not_deleted_by_its_first_owner() -> None:
+    async with Rig() as rig:
+        takers = []
+
+        async def another_takes_over(lease: Lease, _: Commit) -> None:
+            await rig.store.release(lease)
+            takers.append(await rig.store.acquire("s", owner="another", ttl_s=5.0, create=False))
+
+        stalled = await coordinator_on(rig, InterruptedStore(rig.store, "commit", before=another_takes_over))
+        assert await reason_of(stalled, request(session_id="s")) == "LEASE_LOST"
+        record = await rig.store.load("s")
+        assert record is not None
+        assert (record.owner, record.epoch, record.num_tokens) == ("another", takers[0].epoch, len(PROMPT))
+
+
+async def test_a_client_that_leaves_while_the_lease_is_being_taken_leaves_no_lease_and_no_session() -> None:
+    async with Rig() as rig:
+        taken, gate = asyncio.Event(), asyncio.Event()
+
+        async def late_answer() -> None:
+            taken.set()
+            await gate.wait()
+
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", after=late_answer))
+        stream = coordinator.stub.Generate(request(session_id="s"))
+        await taken.wait()
+        assert await keys_of(rig)
+        stream.cancel()
+        gate.set()
+        for _ in range(1000):
+            await asyncio.sleep(0.01)
+            if not await keys_of(rig):
+                break
+        assert await keys_of(rig) == []
+        assert (await coordinator.generate(request(session_id="s"))).finished is not None
+
+
+async def test_an_admission_that_a_drain_overtakes_is_refused_and_leaves_nothing() -> None:
+    async with Rig() as rig:
+
+        async def drain(*_: object) -> None:
+            await coordinator.generations.drain(0.0)
+
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "begin_request", before=drain))
+        assert await reason_of(coordinator, request(session_id="s")) == "DRAINING"
+        assert coordinator.generations.num_running == 0
+        assert await keys_of(rig) == []
+
+
+async def test_a_session_deleted_while_its_request_ends_still_ends_for_its_readers() -> None:
+    async with Rig() as rig:
+        ending, gate = asyncio.Event(), asyncio.Event()
+
+        async def wait(*_: object) -> None:
+            ending.set()
+            await gate.wait()
+
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "release", before=wait))
+        stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=12))
+        output = await read_until(stream, 12)
+        await ending.wait()
+        deletion = asyncio.ensure_future(coordinator.generations.delete("s"))
+        await asyncio.sleep(0)
+        gate.set()
+        async with asyncio.timeout(10):
+            await read_rest(stream, output)
+            await deletion
+        assert output.finished is not None
+        await eventually(lambda: coordinator.generations.num_running == 0)
+        assert await keys_of(rig) == []

@@ -1,0 +1,108 @@
+"""Replicas that answer nonsense or an internal error: the client sees text, or who was at fault."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from coordinator.pool import DRAFT, TARGET
+from specdec.rpc.status import from_rpc_error
+from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
+from specdec.v1 import coordinator_pb2 as pb
+from tests.coordinator_rig import PROMPT, VOCABULARY, Rig, Service, read_rest, read_until, request, start_service
+
+
+class OutsideTheVocabulary:
+    """An engine whose answers' token ids are all too high by the size of the vocabulary."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def propose(self, request: ProposeRequest) -> Proposal:
+        proposal = await self._engine.propose(request)
+        return replace(
+            proposal,
+            draft_token_ids=proposal.draft_token_ids + np.uint32(VOCABULARY),
+            supports=tuple(
+                replace(support, token_ids=support.token_ids + np.uint32(VOCABULARY)) for support in proposal.supports
+            ),
+        )
+
+    async def verify(self, request: VerifyRequest) -> Verification:
+        verification = await self._engine.verify(request)
+        return replace(
+            verification,
+            choice_token_ids=verification.choice_token_ids + np.uint32(VOCABULARY),
+            rows=tuple(
+                replace(row, tail_token_id=row.tail_token_id + VOCABULARY) if row.tail_token_id >= 0 else row
+                for row in verification.rows
+            ),
+        )
+
+
+async def add_liar(rig: Rig, role: str) -> Service:
+    liar = await start_service(role, salt=0, between=OutsideTheVocabulary)
+    rig.services.append(liar)
+    return liar
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_draft_of_tokens_that_do_not_exist_is_no_draft(temperature: float) -> None:
+    async with Rig(drafts=0) as rig:
+        await add_liar(rig, DRAFT)
+        coordinator = await rig.coordinator()
+        output = await coordinator.generate(request(temperature=temperature, seed=1))
+        assert len(output.token_ids) == 24
+        assert max(output.token_ids) < VOCABULARY
+        assert output.finished.stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("mode", [pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_COUPLED])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_target_that_answers_tokens_that_do_not_exist_is_named(mode: int, temperature: float) -> None:
+    async with Rig(targets=0, drafts=0) as rig:
+        liar = await add_liar(rig, TARGET)
+        coordinator = await rig.coordinator()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await coordinator.generate(request(mode=mode, temperature=temperature, seed=1))
+        error = from_rpc_error(caught.value)
+        assert error.code == "INTERNAL"
+        assert f"target {liar.address} answered token id " in error.message
+
+
+async def test_a_target_with_wrong_answers_is_replaced_by_another() -> None:
+    async with Rig() as rig:
+        liar = await add_liar(rig, TARGET)
+        coordinator = await rig.coordinator()
+        # Enough sessions that both replicas are chosen.
+        for index in range(8):
+            output = await coordinator.generate(request(session_id=f"s{index}"))
+            assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
+        assert liar.worker.steps
+
+
+async def test_a_target_whose_device_fails_is_replaced_by_another() -> None:
+    async with Rig(targets=2) as rig:
+        coordinator = await rig.coordinator()
+        stream = coordinator.stub.Generate(request(max_new_tokens=120, gamma=2))
+        output = await read_until(stream, 10)
+        serving = next(service for service in rig.of_role(TARGET) if service.engine.info().num_sessions)
+        serving.worker.fail_always = RuntimeError("the device failed")
+        await read_rest(stream, output)
+        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 120)
+
+
+async def test_a_lone_target_whose_device_fails_ends_the_request_with_its_error() -> None:
+    async with Rig() as rig:
+        coordinator = await rig.coordinator()
+        rig.target.worker.fail_always = RuntimeError("the device failed")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await coordinator.generate(request())
+        assert from_rpc_error(caught.value).code == "INTERNAL"
