@@ -7,11 +7,11 @@ intervals are too wide to judge by), so that a script can hold a result.
 import argparse
 from pathlib import Path
 
-from bench import latency
+from bench import latency, orchestration
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 
-SUITES = {latency.SUITE: latency}
+SUITES = {suite.SUITE: suite for suite in (latency, orchestration)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,12 +36,18 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         metric = f"{row.metric} (simulated)" if row.simulated else row.metric
         number = "" if row.row is None else str(row.row)
         interval = "" if row.low is None or row.high is None else f"{row.low:.3g} to {row.high:.3g} ({row.num_pairs})"
-        required = "" if row.required is None else f">= {row.required:g}{' SHORT' if row.falls_short else ''}"
+        required = _required(row) + (" SHORT" if row.falls_short else "")
         cells = (number, row.case, row.system, metric, f"{row.value:.4g}", row.unit, interval)
         table.add_row(*cells, row.ratio_to or "", required, style=style)
     console.print(table)
     origin = rows[0].origin
     console.print(f"{origin.hardware} · commit {origin.commit} · {origin.date}")
+
+
+def _required(row: Row) -> str:
+    if row.at_most is not None:
+        return f"<= {row.at_most:g}"
+    return "" if row.required is None else f">= {row.required:g}"
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
