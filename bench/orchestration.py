@@ -19,10 +19,11 @@ from bench.pairs import interleave, median_ratio
 from bench.report import progress
 from bench.rows import Origin, Row
 from bench.simulated_system import (
-    SimulatedSystem,
+    ProcessSystem,
     best_gamma,
     ideal_round_s,
     redis_server,
+    simulated_replicas,
     write_tokenizer,
 )
 from bench.streams import StreamProcess, StreamRequest, StreamRun
@@ -109,7 +110,7 @@ class _Suite:
         cpu_us, rates = [], []
         with (
             redis_server() as redis_url,
-            SimulatedSystem(self._tokenizer_dir, PAIR, num_drafts=2, redis_url=redis_url) as system,
+            ProcessSystem(self._tokenizer_dir, simulated_replicas(PAIR, num_drafts=2), redis_url=redis_url) as system,
             StreamProcess(system.endpoint) as clients,
             progress("row 10", 3) as advance,
         ):
@@ -174,7 +175,7 @@ class _Suite:
     def _stream(self, model: str, **fixed: object) -> Iterator[Callable[..., StreamRun]]:
         """A system of its own, warm; yields what runs one stream by its index."""
         with (
-            SimulatedSystem(self._tokenizer_dir, model) as system,
+            ProcessSystem(self._tokenizer_dir, simulated_replicas(model)) as system,
             StreamProcess(system.endpoint) as client,
         ):
 

@@ -3,6 +3,7 @@
 Not here: what is measured. Called by `__main__` and, for progress, by the suites.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print one line a row, and under them where and when they were measured."""
-    console = console or Console(width=None)
+    console = console or Console(width=None if sys.stdout.isatty() else 180)
     table = Table(title=f"bench {rows[0].suite}" + (" (quick: too few pairs to keep)" if rows[0].quick else ""))
     for heading in ("row", "case", "system", "metric"):
         table.add_column(heading)

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -98,36 +99,50 @@ def redis_server() -> Iterator[str]:
             process.wait()
 
 
-class SimulatedSystem:
-    """A coordinator with simulated replicas, as processes. Use it by `with`; it is ready once entered."""
+@dataclass(frozen=True)
+class ReplicaCommand:
+    """How to start one replica; `--listen HOST:PORT` is added."""
 
-    def __init__(self, tokenizer_dir: Path, model: str, *, num_drafts: int = 1, redis_url: str = "memory://") -> None:
+    role: str
+    """draft | target."""
+    module: str
+    arguments: tuple[str, ...]
+
+
+def simulated_replicas(model: str, num_drafts: int = 1) -> list[ReplicaCommand]:
+    """One target and some drafts of `simulated:...`."""
+    return [
+        ReplicaCommand(role, f"{role}_service", ("--model", model, "--redis-url", "memory://"))
+        for role in ["target", *["draft"] * num_drafts]
+    ]
+
+
+class ProcessSystem:
+    """Replicas and a coordinator that knows them, as processes. Use it by `with`; it is ready once entered."""
+
+    def __init__(
+        self, tokenizer_dir: Path, replicas: Sequence[ReplicaCommand], *, redis_url: str = "memory://"
+    ) -> None:
         """
         Args:
             tokenizer_dir: see `write_tokenizer`.
-            model: `simulated:...`, of draft and target alike.
-            num_drafts: draft replicas.
-            redis_url: of the session store; replicas are static endpoints.
+            replicas: their addresses are given to the coordinator.
+            redis_url: of the session store.
         """
-        *replica_ports, port = free_ports(num_drafts + 2)
-        addresses = [f"127.0.0.1:{replica_port}" for replica_port in replica_ports]
-        roles = ["target", *["draft"] * num_drafts]
-        self.endpoint = f"127.0.0.1:{port}"
-        self._replicas = [
-            (f"{role}_service", ["--model", model, "--listen", address, "--redis-url", "memory://"])
-            for role, address in zip(roles, addresses, strict=True)
-        ]
-        self._coordinator = ["--tokenizer", str(tokenizer_dir), "--listen", self.endpoint, "--redis-url", redis_url]
-        for role, address in zip(roles, addresses, strict=True):
-            self._coordinator += [f"--{role}-endpoint", address]
+        ports = free_ports(len(replicas) + 1)
+        self.endpoint = f"127.0.0.1:{ports.pop()}"
+        self._commands: list[tuple[str, list[str]]] = []
+        coordinator = ["--tokenizer", str(tokenizer_dir), "--listen", self.endpoint, "--redis-url", redis_url]
+        for replica, port in zip(replicas, ports, strict=True):
+            address = f"127.0.0.1:{port}"
+            self._commands.append((replica.module, [*replica.arguments, "--listen", address]))
+            coordinator += [f"--{replica.role}-endpoint", address]
+        self._commands.append(("coordinator", [*coordinator, "--poll-interval-s", "0.2"]))
         self._children: list[Child] = []
 
     def __enter__(self) -> Self:
         try:
-            for module, arguments in [
-                *self._replicas,
-                ("coordinator", [*self._coordinator, "--poll-interval-s", "0.2"]),
-            ]:
+            for module, arguments in self._commands:
                 self._children.append(Child(module, module, arguments, os.environ))
             self._wait_connected()
         except BaseException:
@@ -147,12 +162,12 @@ class SimulatedSystem:
     def _wait_connected(self) -> None:
         deadline = time.monotonic() + _START_S
         with Client(self.endpoint, budgets=Budgets(connect_s=0)) as client:
-            while _num_replicas(client) < len(self._replicas):
+            while _num_replicas(client) < len(self._commands) - 1:
                 for child in self._children:
                     if not child.is_alive:
                         raise RuntimeError(f"{child.name} did not start: {child.last_words()}")
                 if time.monotonic() > deadline:
-                    raise RuntimeError("the simulated system did not start in time")
+                    raise RuntimeError("the system did not start in time")
                 time.sleep(0.1)
 
     def _stop(self) -> None:
