@@ -7,11 +7,11 @@ intervals are too wide to judge by), so that a script can hold a result.
 import argparse
 from pathlib import Path
 
-from bench import latency, orchestration, wire
+from bench import latency, orchestration, throughput, wire
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 
-SUITES = {suite.SUITE: suite for suite in (latency, orchestration, wire)}
+SUITES = {suite.SUITE: suite for suite in (latency, throughput, orchestration, wire)}
 
 
 def main(argv: list[str] | None = None) -> int:
