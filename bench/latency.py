@@ -1,8 +1,10 @@
-"""Suite `latency`: one greedy stream over the three processes against Hugging Face's own generation (row 0).
+"""Suite `latency`: one stream over the three processes against Hugging Face's own generation (rows 0 to 4, 13, 14).
 
 The target is `deep(18, 0.02)` of the demo target, the draft is the demo draft, fp32, 2 threads, gamma 4, 128 tokens
 with EOS ignored on every side. Systems take turns on every prompt and are idle while another is timed; the peers live
-in a process of their own. Not here: many streams at once, injected delay, sampling.
+in a process of their own. Row 3 holds our tokens a second, prefill left out, against E / (gamma * t_d + t_5 + R): E
+from the stream itself, t_d, t_5 and R from our own engine alone and messages there and back on two links, measured
+between streams. Not here: many streams at once, injected delay; the demo pair's rows (`demo_latency`).
 """
 
 import argparse
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.bare import BareProcess
+from bench.demo_latency import int8_rows, sampled_rows
 from bench.models import DEMO, deep
 from bench.pairs import interleave, median_ratio
 from bench.peers import METHODS, PeerProcess, PeerRun
@@ -23,6 +27,8 @@ from bench.workload import GAMMA, NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
 SUITE = "latency"
 CASE = "deep(18, 0.02), 1 stream, greedy"
 OURS, TARGET_ONLY = "specdec", "specdec_target_only"
+_DECODING = "specdec, prefill left out"
+_BARE = "bare engine"
 NUM_QUICK_PROMPTS = 3
 
 Runs = dict[str, list[SystemRun | PeerRun]]
@@ -38,16 +44,25 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
         prompts = prompt_token_ids(target_dir)
         prompts = prompts[:NUM_QUICK_PROMPTS] if arguments.quick else prompts
-        return _rows(_measure(target_dir, prompts), arguments.quick)
+        rows = _rows(*_measure(target_dir, prompts), arguments.quick)
+        rows += sampled_rows(len(prompts), arguments.quick)
+        return rows + int8_rows(len(prompts), arguments.quick)
 
 
-def _measure(target_dir: Path, prompts: list[list[int]]) -> Runs:
-    """Every system on every prompt, by turns."""
+def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[float]]:
+    """Every system on every prompt, by turns; and per prompt the time of an ideal round of its middle."""
     draft_dir = DEMO / "draft"
     with (
         RunningSystem(target_dir, draft_dir, NUM_THREADS) as ours,
         PeerProcess(target_dir, draft_dir, NUM_THREADS) as peer,
+        BareProcess(target_dir, draft_dir, NUM_THREADS) as bare,
     ):
+        ideal_round_s: list[float] = []
+
+        def note_bare_times(prompt: list[int]) -> None:
+            times = bare.times(len(prompt) + NUM_NEW_TOKENS // 2, GAMMA)
+            ideal_round_s.append(GAMMA * times.draft_step_s + times.verify_s + 2 * bare.round_trip_s())
+
         speculative = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, gamma=GAMMA)
         target_only = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, mode="off")
         systems = {OURS: speculative, "hf_assisted": partial(_run_peer, peer, "assisted")}
@@ -55,36 +70,48 @@ def _measure(target_dir: Path, prompts: list[list[int]]) -> Runs:
         # Without its BOS the prompt shares no prefix with the other run of it: neither may find its KV in the cache.
         systems[TARGET_ONLY] = lambda prompt: target_only(prompt[1:])
         warmup = [prompt[::-1] for prompt in prompts[:2]]
-        with progress("latency", (len(warmup) + len(prompts)) * len(systems)) as advance:
+        with progress("latency", (len(warmup) + len(prompts)) * len(systems) + len(prompts)) as advance:
             interleave(warmup, systems, advance)
-            return interleave(prompts, systems, advance)
+            runs = interleave(prompts, systems | {_BARE: note_bare_times}, advance)
+        del runs[_BARE]
+        return runs, ideal_round_s
 
 
 def _run_peer(peer: PeerProcess, method: str, prompt: list[int]) -> PeerRun:
     return peer.run(method, prompt, NUM_NEW_TOKENS, GAMMA)
 
 
-def _rows(runs: Runs, quick: bool) -> list[Row]:
+def _rows(runs: Runs, ideal_round_s: list[float], quick: bool) -> list[Row]:
     row = partial(Row, suite=SUITE, case=CASE, origin=Origin(), quick=quick)
     rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
     rows = []
-    for other in (name for name in runs if name != OURS):
-        ratio = median_ratio(rates[OURS], rates[other])
-        answers = other == "hf_assisted"
-        rows.append(
-            row(
-                row=0 if answers else None,
-                system=OURS,
-                metric="tokens_per_s_ratio",
-                value=ratio.median,
-                unit="x",
-                ratio_to=other,
-                low=ratio.low,
-                high=ratio.high,
-                num_pairs=ratio.num_pairs,
-                required=1.0 if answers else None,
+    ideal = [tokens / seconds for tokens, seconds in zip(_emitted_per_round(runs), ideal_round_s, strict=True)]
+    rates |= {_DECODING: [run.decode_tokens_per_s for run in runs[OURS]], "ideal": ideal}
+    agreed: dict[tuple[str, str], tuple[tuple[int | None, float | None], ...]] = {
+        (OURS, "hf_assisted"): ((0, 1.0), (1, 1.8)),
+        (OURS, "hf_plain"): ((2, 3.0),),
+        (_DECODING, "ideal"): ((3, 0.9),),
+        (TARGET_ONLY, "hf_plain"): ((14, 1.5),),
+        (OURS, "hf_prompt_lookup"): ((None, None),),
+        (OURS, TARGET_ONLY): ((None, None),),
+    }
+    for (system, other), answered in agreed.items():
+        ratio = median_ratio(rates[system], rates[other])
+        for number, required in answered:
+            rows.append(
+                row(
+                    row=number,
+                    system=system,
+                    metric="tokens_per_s_ratio",
+                    value=ratio.median,
+                    unit="x",
+                    ratio_to=other,
+                    low=ratio.low,
+                    high=ratio.high,
+                    num_pairs=ratio.num_pairs,
+                    required=required,
+                )
             )
-        )
     for name, done in runs.items():
         times = {
             "tokens_per_s": (float(np.median(rates[name])), "tokens/s"),
@@ -96,6 +123,11 @@ def _rows(runs: Runs, quick: bool) -> list[Row]:
     for metric, value, unit in _speculation_figures(runs):
         rows.append(row(row=None, system=OURS, metric=metric, value=value, unit=unit))
     return rows
+
+
+def _emitted_per_round(runs: Runs) -> list[float]:
+    """E of each of our streams."""
+    return [emitted_per_round([run]) for run in runs[OURS] if isinstance(run, SystemRun)]
 
 
 def _tpot_ms(runs: list[SystemRun | PeerRun]) -> list[float]:
