@@ -9,6 +9,7 @@ between streams. Not here: many streams at once, injected delay; the demo pair's
 
 import argparse
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,19 @@ NUM_QUICK_PROMPTS = 3
 Runs = dict[str, list[SystemRun | PeerRun]]
 
 
+@dataclass(frozen=True)
+class RoundTimes:
+    """What a round cannot do without, in seconds."""
+
+    draft_s: float
+    verify_s: float
+    wire_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.draft_s + self.verify_s + self.wire_s
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Nothing beyond what every suite takes."""
 
@@ -49,19 +63,19 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         return rows + int8_rows(len(prompts), arguments.quick)
 
 
-def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[float]]:
-    """Every system on every prompt, by turns; and per prompt the time of an ideal round of its middle."""
+def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[RoundTimes]]:
+    """Every system on every prompt, by turns; and per prompt what a round in its middle is made of."""
     draft_dir = DEMO / "draft"
     with (
         RunningSystem(target_dir, draft_dir, NUM_THREADS) as ours,
         PeerProcess(target_dir, draft_dir, NUM_THREADS) as peer,
         BareProcess(target_dir, draft_dir, NUM_THREADS) as bare,
     ):
-        ideal_round_s: list[float] = []
+        bare_times: list[RoundTimes] = []
 
         def note_bare_times(prompt: list[int]) -> None:
             times = bare.times(len(prompt) + NUM_NEW_TOKENS // 2, GAMMA)
-            ideal_round_s.append(GAMMA * times.draft_step_s + times.verify_s + 2 * bare.round_trip_s())
+            bare_times.append(RoundTimes(GAMMA * times.draft_step_s, times.verify_s, 2 * bare.round_trip_s()))
 
         speculative = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, gamma=GAMMA)
         target_only = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, mode="off")
@@ -74,18 +88,18 @@ def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[flo
             interleave(warmup, systems, advance)
             runs = interleave(prompts, systems | {_BARE: note_bare_times}, advance)
         del runs[_BARE]
-        return runs, ideal_round_s
+        return runs, bare_times
 
 
 def _run_peer(peer: PeerProcess, method: str, prompt: list[int]) -> PeerRun:
     return peer.run(method, prompt, NUM_NEW_TOKENS, GAMMA)
 
 
-def _rows(runs: Runs, ideal_round_s: list[float], quick: bool) -> list[Row]:
+def _rows(runs: Runs, bare_times: list[RoundTimes], quick: bool) -> list[Row]:
     row = partial(Row, suite=SUITE, case=CASE, origin=Origin(), quick=quick)
     rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
     rows = []
-    ideal = [tokens / seconds for tokens, seconds in zip(_emitted_per_round(runs), ideal_round_s, strict=True)]
+    ideal = [tokens / ideal.total_s for tokens, ideal in zip(_emitted_per_round(runs), bare_times, strict=True)]
     rates |= {_DECODING: [run.decode_tokens_per_s for run in runs[OURS]], "ideal": ideal}
     agreed: dict[tuple[str, str], tuple[tuple[int | None, float | None], ...]] = {
         (OURS, "hf_assisted"): ((0, 1.0), (1, 1.8)),
@@ -122,7 +136,46 @@ def _rows(runs: Runs, ideal_round_s: list[float], quick: bool) -> list[Row]:
         rows += [row(row=None, system=name, metric=key, value=v, unit=unit) for key, (v, unit) in times.items()]
     for metric, value, unit in _speculation_figures(runs):
         rows.append(row(row=None, system=OURS, metric=metric, value=value, unit=unit))
+    ours = [run for run in runs[OURS] if isinstance(run, SystemRun)]
+    for position, value in enumerate(_acceptance_per_position(ours), start=1):
+        at = partial(row, row=None, system=OURS, x=position, x_name="position")
+        rows.append(at(metric="acceptance", value=value, unit="accepted/tested"))
+    for part, value in _round_split(ours, bare_times).items():
+        rows.append(row(row=None, system=part, metric="round_split_ms", value=value * 1e3, unit="ms"))
     return rows
+
+
+def _acceptance_per_position(ours: list[SystemRun]) -> list[float]:
+    """Share of rounds that accepted position i among those that accepted all before it."""
+    accepted = np.sum([run.stats.accepted_per_position for run in ours], axis=0)  # [gamma]
+    tested = [sum(run.stats.num_rounds - run.stats.num_target_only_steps for run in ours), *accepted[:-1]]
+    return [float(got / of) if of else 0.0 for got, of in zip(accepted, tested, strict=True)]
+
+
+def _round_split(ours: list[SystemRun], bare_times: list[RoundTimes]) -> dict[str, float]:
+    """Mean seconds of a round: forward passes as the bare engine takes them, what links and services add to those, and
+    the coordinator's own part (accept, commit, emit) with the stream to the client. Prefill is spread over them.
+    """
+    num_rounds = sum(run.stats.num_rounds for run in ours)
+    draft_s, verify_s, e2el_s = (
+        sum(seconds) / num_rounds
+        for seconds in (
+            [run.stats.draft_s for run in ours],
+            [run.stats.verify_s for run in ours],
+            [run.e2el_s for run in ours],
+        )
+    )
+    bare_draft_s, bare_verify_s = (
+        float(np.median(seconds))
+        for seconds in ([times.draft_s for times in bare_times], [times.verify_s for times in bare_times])
+    )
+    return {
+        "draft": bare_draft_s,
+        "draft link and service": draft_s - bare_draft_s,
+        "verify": bare_verify_s,
+        "verify link and service": verify_s - bare_verify_s,
+        "accept, commit, emit": e2el_s - draft_s - verify_s,
+    }
 
 
 def _emitted_per_round(runs: Runs) -> list[float]:

@@ -162,6 +162,8 @@ class _Suite:
         round_s = [run.steady_round_s() for run in runs]
         ratio = median_ratio([ideal_s] * len(round_s), round_s)
         row = partial(self._row, case=f"70B/1B, gamma {GAMMA}, 1 stream, delay {delay_ms} ms", system=name)
+        if pair.predrafts:
+            row = partial(row, x=delay_ms, x_name="delay_ms")
         return [
             row(
                 row=number, metric="orchestration_efficiency", value=ratio.median, unit="ideal/measured",

@@ -70,6 +70,10 @@ class Row:
     quick: bool = False
     """Measured by `--quick`: fewer pairs than a kept figure needs."""
     simulated: bool = False
+    x: float | None = None
+    """Where the figure stands in a sweep; None outside one."""
+    x_name: str | None = None
+    """Of what it is a sweep: streams, position, delay."""
 
     @property
     def falls_short(self) -> bool:

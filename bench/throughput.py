@@ -101,7 +101,7 @@ class _Suite:
             interleave([-1], systems, advance)
             rates = interleave(range(num_pairs), systems, advance)
         case = f"{CASE}, {concurrency} streams, greedy"
-        row = partial(self._row, case=case)
+        row = partial(self._row, case=case, x=concurrency, x_name="streams")
         rows = []
         agreed = {TARGET_ONLY: (6, 0.97) if concurrency <= 32 else (None, None)}
         agreed[BATCH] = (5, 1.2) if concurrency == 16 else (None, None)
