@@ -22,7 +22,7 @@ from redis.retry import Retry
 from specdec.cli.processes import Child, free_ports
 from specdec.client import Budgets, Client
 from specdec.core.expectation import expected_tokens_per_round
-from specdec.engine.simulated import SimulatedPair
+from specdec.engine.simulated_pair import SimulatedPair
 from specdec.engine.simulated_text import EOS_TOKEN_ID, simulated_vocabulary
 from specdec.errors import SpecdecError
 

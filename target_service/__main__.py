@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import parse_settings
-from specdec.engine.simulated import MODEL_PREFIX, SimulatedTarget, simulated_pair
+from specdec.engine.simulated import SimulatedTarget
+from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics, MeteredWorker
 from specdec.rpc.lifecycle import require_addresses, run_replica, run_to_exit_code

@@ -11,8 +11,9 @@ import pytest
 
 from specdec.core.random import DrawKey
 from specdec.core.rejection import acceptance_bound, verify_rejection
-from specdec.engine.simulated import PRESETS, SimulatedDraft, SimulatedPair, SimulatedTarget, simulated_pair
+from specdec.engine.simulated import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated_device import Branches, ForwardTime, SimulatedDevice, Work
+from specdec.engine.simulated_pair import PRESETS, SimulatedPair, simulated_pair
 from specdec.engine.simulated_text import SUPPORT_SIZE, VOCABULARY_SIZE, simulated_vocabulary
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
 from specdec.types import LAW_TOTAL, DrawRule, LawParams, ProposeRequest, Round, VerifyRequest
