@@ -236,7 +236,10 @@ class SimulatedDraft(_SimulatedEngine):
         text = SimulatedText(self._pair.text, asked)
         proposal = _draft(text, asked, gamma, num_cached_tokens=sequence.kv_len)
         job = _Job(sequence, request, digest_of(request), proposal, proposal.draft_token_ids[:-1], arrival_s)
-        branches = Branches(self._pair.num_branches(gamma), gamma + 1) if self._pair.predrafts else None
+        branches = None
+        if self._pair.predrafts:
+            outcomes = range(asked.committed_len + 1, asked.committed_len + gamma + 2)
+            branches = Branches(self._pair.num_branches(gamma), gamma + 1, outcomes)
         self._submit(
             job,
             first_tokens=max(1, sequence.num_pending),

@@ -85,6 +85,8 @@ class Branches:
 
     num_branches: int
     num_steps: int
+    committed_lens: range
+    """Lengths the session may have after the round: any other outcome was not branched."""
     num_done: int = 0
 
 
@@ -96,10 +98,11 @@ class Work:
     first_tokens: int
     num_steps: int
     context_tokens: int
+    """Committed tokens of the session."""
     finish: Callable[[float], None]
     """Called on the device's thread with the time at which the last step ended."""
     is_hit: bool = False
-    """The session's branches, as far as they got, are its first steps."""
+    """The session's newest token was guessed: its branches, as far as they got, are the first steps."""
     branches: Branches | None = None
     """What to begin, at low priority, once this is done."""
     num_done: int = 0
@@ -141,7 +144,7 @@ class SimulatedDevice:
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             branches = self._branches.pop(work.session_id, None)
-            if branches is not None and work.is_hit:
+            if branches is not None and work.is_hit and work.context_tokens in branches.committed_lens:
                 work.num_done = min(max(0, branches.num_done - 1), work.num_steps)
             self._keep_or_finish(work, now_s)
         batch = list(self._running)

@@ -19,6 +19,7 @@ from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
 from specdec.types import LAW_TOTAL, DrawRule, LawParams, ProposeRequest, Round, VerifyRequest
 
 STEP_S = 1.0
+OUTCOMES = range(11, 16)
 AT_ONCE = replace(PRESETS["70b-1b"], target=ForwardTime(0.0, 0.0), draft=ForwardTime(0.0, 0.0))
 
 
@@ -48,7 +49,8 @@ class Bench:
 
     def call(self, name: str, at: float, num_steps: int, session_id: str = "", **kwargs: object) -> None:
         finish = lambda now_s: self.ended.__setitem__(name, now_s)  # noqa: E731
-        self.device.submit(Work(session_id or name, 1, num_steps, 0, finish, **kwargs), at)
+        work = Work(session_id or name, 1, num_steps, kwargs.pop("committed_len", 11), finish, **kwargs)
+        self.device.submit(work, at)
 
 
 def test_a_lone_draft_takes_one_step_a_token() -> None:
@@ -80,16 +82,24 @@ def test_a_hit_takes_what_its_branch_has_and_a_miss_waits_for_the_step_under_way
 ) -> None:
     bench = Bench()
     # It ends at 1; the steps of its branches at 2, 3, 4, 5 and 6.
-    bench.call("before", at=0.0, num_steps=1, session_id="s", branches=Branches(40, 5))
+    bench.call("before", at=0.0, num_steps=1, session_id="s", branches=Branches(40, 5, OUTCOMES))
     bench.call("after", at=arrival, num_steps=4, session_id="s", is_hit=is_hit)
     bench.timeline.run()
     assert bench.ended["after"] == ended
 
 
+def test_an_outcome_that_was_not_branched_is_a_miss() -> None:
+    bench = Bench()
+    bench.call("before", at=0.0, num_steps=1, session_id="s", branches=Branches(40, 5, OUTCOMES))
+    bench.call("after", at=9.0, num_steps=4, session_id="s", is_hit=True, committed_len=OUTCOMES.stop)
+    bench.timeline.run()
+    assert bench.ended["after"] == 13.0
+
+
 def test_branches_wait_while_another_session_is_served() -> None:
     bench = Bench()
     bench.call("other", at=0.0, num_steps=6)
-    bench.call("before", at=0.0, num_steps=1, session_id="s", branches=Branches(40, 5))
+    bench.call("before", at=0.0, num_steps=1, session_id="s", branches=Branches(40, 5, OUTCOMES))
     bench.call("after", at=5.5, num_steps=4, session_id="s", is_hit=True)
     bench.timeline.run()
     assert bench.ended["other"] == 6.0
