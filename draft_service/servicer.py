@@ -8,18 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
+from specdec.engine.base import DraftEngine
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
 from specdec.types import EngineInfo
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-
-if TYPE_CHECKING:  # it imports torch, which a simulated replica does without
-    from specdec.engine.base import DraftEngine
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
