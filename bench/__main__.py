@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from bench import compare, gpu, latency, orchestration, throughput, wire
 from bench.report import print_table, write_plots
 from bench.rows import write_json
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.suite == "compare":
         return compare.run(arguments)
 
+    disable_progress_bar()
     rows = SUITES[arguments.suite].run(arguments)
     if not rows:
         return 0

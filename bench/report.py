@@ -15,6 +15,8 @@ from rich.table import Table
 
 from bench.rows import Row
 
+_PIPE_WIDTH = 160
+
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
@@ -27,11 +29,13 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print one line a row, and under them where and when they were measured."""
-    console = console or Console(width=None if sys.stdout.isatty() else 180)
+    if console is None:
+        # A file or a pipe has no width of its own; folding cells to 80 columns would make them unreadable.
+        console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     table = Table(title=f"bench {rows[0].suite}" + (" (quick: too few pairs to keep)" if rows[0].quick else ""))
     for heading in ("row", "case", "system", "metric"):
         table.add_column(heading)
-    for heading in ("value", "unit", "95 % interval", "against", "required"):
+    for heading in ("value", "unit", "95 % interval (pairs)", "against", "required"):
         table.add_column(heading, justify="right")
     for row in rows:
         style = "red" if row.falls_short else ("bold" if row.row is not None else None)
