@@ -1,7 +1,8 @@
 """`python -m bench SUITE --json FILE --plot DIR [--quick]`: run a suite, print its table, keep its rows and plots.
 
-Not here: any measurement. Exit code 1 when a row falls short of what it must reach (never with `--quick`, whose
-intervals are too wide to judge by), so that a script can hold a result.
+`python -m bench compare OLD NEW` says what moved between two kept runs. Not here: any measurement. Exit code 1 when a
+row falls short of what it must reach (never with `--quick`, whose intervals are too wide to judge by), so that a script
+can hold a result.
 """
 
 import argparse
@@ -11,11 +12,11 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from bench import latency
+from bench import compare, gpu, latency, orchestration, throughput, wire
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 
-SUITES = {latency.SUITE: latency}
+SUITES = {suite.SUITE: suite for suite in (latency, throughput, orchestration, wire, gpu)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,10 +31,15 @@ def main(argv: list[str] | None = None) -> int:
             "--quick", action="store_true", help="a few pairs only: a smoke test, not a figure to keep"
         )
         suite.add_arguments(command)
+    compare.add_arguments(commands.add_parser("compare", help="say what moved between two files of rows"))
     arguments = parser.parse_args(argv)
+    if arguments.suite == "compare":
+        return compare.run(arguments)
 
     disable_progress_bar()
     rows = SUITES[arguments.suite].run(arguments)
+    if not rows:
+        return 0
     print_table(rows)
     if arguments.json:
         write_json(rows, arguments.json)

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 METHODS = ("plain", "assisted", "prompt_lookup")
 
@@ -47,14 +47,17 @@ class PeerModels:
             model.generation_config.eos_token_id = None
             model.config.eos_token_id = None
 
-    def run(self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int) -> PeerRun:
-        """Generate greedily.
+    def run(
+        self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int, seed: int | None = None
+    ) -> PeerRun:
+        """Generate greedily, or at temperature 1 without filters where a seed is given.
 
         Args:
             method: one of `METHODS`.
             prompt_token_ids: BOS included.
             max_new_tokens: exactly this many are made.
             gamma: draft tokens a round, by a constant schedule; unused by `plain`.
+            seed: of the draws; None is greedy.
         """
         from transformers import StoppingCriteriaList
 
@@ -70,18 +73,39 @@ class PeerModels:
         draft_config.num_assistant_tokens_schedule = "constant"
         draft_config.assistant_confidence_threshold = 0.0
         inputs = self._torch.tensor([prompt_token_ids])  # [1, T]
+        if seed is not None:
+            self._torch.manual_seed(seed)
         started = time.perf_counter()
         with self._torch.inference_mode():
             output = self._target.generate(
                 inputs,
                 attention_mask=self._torch.ones_like(inputs),
-                do_sample=False,
                 max_new_tokens=max_new_tokens,
                 stopping_criteria=StoppingCriteriaList([note_time]),
                 **options.get(method, {}),
+                **_sampling(seed),
             )
         finished = time.perf_counter()
         return PeerRun(output[0, len(prompt_token_ids) :].tolist(), times[0] - started, finished - started)
+
+    def run_batch(self, prompts: list[list[int]], max_new_tokens: int) -> float:
+        """Generate greedily for prompts of one length as one batch; returns the seconds it took."""
+        inputs = self._torch.tensor(prompts)  # [B, T]
+        started = time.perf_counter()
+        with self._torch.inference_mode():
+            self._target.generate(
+                inputs,
+                attention_mask=self._torch.ones_like(inputs),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+            )
+        return time.perf_counter() - started
+
+
+def _sampling(seed: int | None) -> dict[str, object]:
+    if seed is None:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 class PeerProcess:
@@ -100,18 +124,16 @@ class PeerProcess:
         )
         self._read()
 
-    def run(self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int) -> PeerRun:
+    def run(
+        self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int, seed: int | None = None
+    ) -> PeerRun:
         """As `PeerModels.run`; the times are the child's own, without the pipe."""
-        request = {
-            "method": method,
-            "prompt_token_ids": prompt_token_ids,
-            "max_new_tokens": max_new_tokens,
-            "gamma": gamma,
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return PeerRun(**self._read())
+        request = {"method": method, "prompt_token_ids": prompt_token_ids, "max_new_tokens": max_new_tokens}
+        return PeerRun(**self._ask(request | {"gamma": gamma, "seed": seed}))
+
+    def run_batch(self, prompts: list[list[int]], max_new_tokens: int) -> float:
+        """As `PeerModels.run_batch`."""
+        return float(self._ask({"prompts": prompts, "max_new_tokens": max_new_tokens}))
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +144,13 @@ class PeerProcess:
         # The child ends at the end of its input.
         self._process.communicate()
 
-    def _read(self) -> dict:
+    def _ask(self, request: dict) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -140,7 +168,9 @@ def main() -> None:
     models = PeerModels(arguments.target, arguments.draft, arguments.threads)
     print("{}", flush=True)
     for line in sys.stdin:
-        print(json.dumps(asdict(models.run(**json.loads(line)))), flush=True)
+        request = json.loads(line)
+        answer = models.run_batch(**request) if "prompts" in request else asdict(models.run(**request))
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -41,7 +42,7 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         metric = f"{row.metric} (simulated)" if row.simulated else row.metric
         number = "" if row.row is None else str(row.row)
         interval = "" if row.low is None or row.high is None else f"{row.low:.3g} to {row.high:.3g} ({row.num_pairs})"
-        required = "" if row.required is None else f">= {row.required:g}{' SHORT' if row.falls_short else ''}"
+        required = _required(row) + (" SHORT" if row.falls_short else "")
         cells = (number, row.case, row.system, metric, f"{row.value:.4g}", row.unit, interval)
         table.add_row(*cells, row.ratio_to or "", required, style=style)
     console.print(table)
@@ -49,8 +50,14 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     console.print(f"{origin.hardware} · commit {origin.commit} · {origin.date}")
 
 
+def _required(row: Row) -> str:
+    if row.at_most is not None:
+        return f"<= {row.at_most:g}"
+    return "" if row.required is None else f">= {row.required:g}"
+
+
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
-    """One PNG per metric that several systems share, or that is a ratio: a bar per system and case.
+    """One PNG per metric: lines where it was swept, else a bar per system and case where there is more than one.
 
     Returns:
         The files written. Needs the `bench` extra (matplotlib).
@@ -58,28 +65,64 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for metric in dict.fromkeys(row.metric for row in rows):
-        shown = [row for row in rows if row.metric == metric]
-        if len(shown) < 2 and shown[0].ratio_to is None:
-            continue
-        labels = [row.system + (f" / {row.ratio_to}" if row.ratio_to else "") for row in shown]
-        figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.5 * len(shown)), layout="constrained")
-        axes.barh(labels, [row.value for row in shown], xerr=_interval_lengths(shown), color="#4477aa", capsize=3)
-        axes.invert_yaxis()
-        simulated = ", simulated" if shown[0].simulated else ""
-        axes.set(xlabel=f"{metric} ({shown[0].unit}{simulated})", title=shown[0].case)
-        if shown[0].ratio_to is not None:
-            axes.axvline(1.0, color="black", linewidth=0.8)
-        figure.text(1, 0, f"{shown[0].origin.hardware}, {shown[0].origin.commit}", ha="right", va="bottom", fontsize=6)
-        path = directory / f"{shown[0].suite}_{metric}.png"
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        written.append(path)
+        of_metric = [row for row in rows if row.metric == metric]
+        bars = [row for row in of_metric if row.x is None]
+        if len(bars) > 1 or (bars and bars[0].ratio_to is not None):
+            written.append(_plot(bars, directory / f"{bars[0].suite}_{metric}.png", _draw_bars, 1.2 + 0.5 * len(bars)))
+        for x_name in dict.fromkeys(row.x_name for row in of_metric if row.x is not None):
+            lines = [row for row in of_metric if row.x_name == x_name]
+            path = directory / f"{lines[0].suite}_{metric}_by_{x_name}.png"
+            written.append(_plot(lines, path, _draw_lines, 4.5))
     return written
+
+
+def _plot(rows: Sequence[Row], path: Path, draw: Callable[[Any, Sequence[Row]], None], height: float) -> Path:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
+    draw(axes, rows)
+    cases = {row.case for row in rows}
+    axes.set_title(cases.pop() if len(cases) == 1 else rows[0].suite)
+    figure.text(1, 0, f"{rows[0].origin.hardware}, {rows[0].origin.commit}", ha="right", va="bottom", fontsize=6)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _label(row: Row) -> str:
+    return row.system + (f" / {row.ratio_to}" if row.ratio_to else "")
+
+
+def _axis_label(row: Row) -> str:
+    return f"{row.metric} ({row.unit}{', simulated' if row.simulated else ''})"
+
+
+def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
+    several_cases = len({row.case for row in rows}) > 1
+    labels = [f"{_label(row)}\n{row.case}" if several_cases else _label(row) for row in rows]
+    places = range(len(rows))
+    axes.barh(places, [row.value for row in rows], xerr=_interval_lengths(rows), color="#4477aa", capsize=3)
+    axes.set_yticks(places, labels)
+    axes.invert_yaxis()
+    axes.set_xlabel(_axis_label(rows[0]))
+    if rows[0].ratio_to is not None:
+        axes.axvline(1.0, color="black", linewidth=0.8)
+
+
+def _draw_lines(axes: Any, rows: Sequence[Row]) -> None:
+    for label in dict.fromkeys(map(_label, rows)):
+        line = [row for row in rows if _label(row) == label]
+        axes.errorbar(
+            [row.x for row in line], [row.value for row in line], yerr=_interval_lengths(line), label=label, marker="o"
+        )
+    axes.set(xlabel=rows[0].x_name, ylabel=_axis_label(rows[0]), ylim=(0, None))
+    if rows[0].ratio_to is not None:
+        axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.legend()
 
 
 def _interval_lengths(rows: Sequence[Row]) -> list[list[float]] | None:

@@ -65,16 +65,22 @@ class Row:
     num_pairs: int | None = None
     required: float | None = None
     """What a ratio must reach; it falls short when the whole interval does."""
+    at_most: float | None = None
+    """What a cost must stay at or below; it falls short when the whole interval lies above."""
     quick: bool = False
     """Measured by `--quick`: fewer pairs than a kept figure needs."""
     simulated: bool = False
+    x: float | None = None
+    """Where the figure stands in a sweep; None outside one."""
+    x_name: str | None = None
+    """Of what it is a sweep: streams, position, delay."""
 
     @property
     def falls_short(self) -> bool:
-        """Whether the whole interval lies below what is required."""
-        if self.required is None:
-            return False
-        return (self.value if self.high is None else self.high) < self.required
+        """Whether the whole interval lies on the wrong side of what is required."""
+        if self.at_most is not None and (self.value if self.low is None else self.low) > self.at_most:
+            return True
+        return self.required is not None and (self.value if self.high is None else self.high) < self.required
 
     def to_json(self) -> dict[str, object]:
         """A flat object: the row's own fields and its origin's."""

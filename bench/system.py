@@ -31,6 +31,13 @@ class SystemRun:
     """Request sent to stream finished."""
     stats: GenerationStats
     num_cached_prompt_tokens: int
+    num_first_tokens: int
+    """Tokens of the first chunk."""
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens a second after the first chunk: prefill and admission left out."""
+        return (len(self.token_ids) - self.num_first_tokens) / (self.e2el_s - self.ttft_s)
 
     @property
     def num_tested_tokens(self) -> int:
@@ -89,15 +96,18 @@ class RunningSystem:
         """
         fixed = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "stream": True}
         started = time.perf_counter()
-        first = 0.0
+        first, num_first_tokens = 0.0, 0
         with self.client.generate(prompt_token_ids=prompt_token_ids, **(fixed | options)) as stream:
-            for _ in stream:
-                first = first or time.perf_counter()
+            for chunk in stream:
+                if not first:
+                    first, num_first_tokens = time.perf_counter(), len(chunk.token_ids)
             finished = time.perf_counter()
             result = stream.result()
         self.client.delete_session(result.session_id)
         cached = result.usage.num_cached_prompt_tokens
-        return SystemRun(list(result.token_ids), first - started, finished - started, result.stats, cached)
+        return SystemRun(
+            list(result.token_ids), first - started, finished - started, result.stats, cached, num_first_tokens
+        )
 
 
 def acceptance(runs: list[SystemRun]) -> float:

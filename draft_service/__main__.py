@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from draft_service.config import DraftSettings
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import parse_settings
+from specdec.engine.simulated import SimulatedDraft
+from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics, MeteredWorker
 from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code
@@ -48,7 +50,6 @@ async def _serve(settings: DraftSettings) -> None:
         if registry is not None:
             ending.push_async_callback(registry.close)
             await registry.replicas("draft")
-        locate_checkpoint(settings.model)
         engine = _load_engine(settings, replica_id, metrics)
 
         from draft_service.servicer import DraftServicer
@@ -71,7 +72,16 @@ async def _serve(settings: DraftSettings) -> None:
         )
 
 
-def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetrics) -> Proposer:
+def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetrics) -> Proposer | SimulatedDraft:
+    if settings.model.startswith(MODEL_PREFIX):
+        return SimulatedDraft(
+            simulated_pair(settings.model),
+            replica_id=replica_id,
+            model=settings.model,
+            pool=settings.pool,
+            max_gamma=settings.max_gamma,
+        )
+    locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
     from draft_service.proposer import Proposer
     from specdec.engine.hf_adapter import load_worker

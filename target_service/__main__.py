@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import parse_settings
+from specdec.engine.simulated import SimulatedTarget
+from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics, MeteredWorker
 from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code
@@ -48,7 +50,6 @@ async def _serve(settings: TargetSettings) -> None:
         if registry is not None:
             ending.push_async_callback(registry.close)
             await registry.replicas("target")
-        locate_checkpoint(settings.model)
         engine = _load_engine(settings, replica_id, metrics)
 
         from target_service.servicer import TargetServicer
@@ -71,7 +72,16 @@ async def _serve(settings: TargetSettings) -> None:
         )
 
 
-def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Verifier:
+def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Verifier | SimulatedTarget:
+    if settings.model.startswith(MODEL_PREFIX):
+        return SimulatedTarget(
+            simulated_pair(settings.model),
+            replica_id=replica_id,
+            model=settings.model,
+            pool=settings.pool,
+            max_gamma=settings.max_gamma,
+        )
+    locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.hf_adapter import load_worker
     from target_service.verifier import Verifier

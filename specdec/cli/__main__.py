@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import specdec
-from specdec.cli import chat, generate, health, up
+from specdec.cli import bench, chat, generate, health, up
 from specdec.errors import InvalidRequest, SpecdecError
 
 
@@ -34,6 +34,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     up.add_parser(commands)
     generate.add_parser(commands, environ)
     chat.add_parser(commands, environ)
+    bench.add_parser(commands, environ)
     health.add_parser(commands)
     return parser
 
@@ -56,7 +57,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         if args.command == "up":
             return up.run(args, environ, _stop_event())
-        return {"generate": generate.run, "chat": chat.run, "health": health.run}[args.command](args, environ)
+        commands = {"generate": generate.run, "chat": chat.run, "bench": bench.run, "health": health.run}
+        return commands[args.command](args, environ)
     except up.Usage as error:
         print(f"error: {InvalidRequest.code} {InvalidRequest.default_reason}: {error}", file=sys.stderr)
         return 2

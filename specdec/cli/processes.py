@@ -50,6 +50,10 @@ class Child:
         self._reader.start()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 

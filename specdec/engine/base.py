@@ -7,11 +7,12 @@ it works on plain numbers, so one worker can run alone or as one rank of several
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
+
+if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,3 +95,9 @@ def test_ratios_and_shared_metrics_are_plotted_and_lone_figures_are_not(tmp_path
     written = write_plots(rows, tmp_path / "plots")
     assert {path.name for path in written} == {"latency_tokens_per_s.png", "latency_tokens_per_s_ratio.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_a_cost_falls_short_when_it_lies_above_what_it_may_be() -> None:
+    assert not a_row(row=11, metric="bytes_per_round", value=2_900.0, at_most=2_900.0).falls_short
+    assert a_row(row=11, metric="bytes_per_round", value=2_901.0, at_most=2_900.0).falls_short
+    assert not a_row(row=11, value=3_000.0, low=2_800.0, high=3_200.0, at_most=2_900.0).falls_short

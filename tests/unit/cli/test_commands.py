@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +179,26 @@ def test_an_error_message_of_several_lines_is_shown_on_one(
     _, environ = coordinator(lambda r: [NotFound("no\nsuch  session")])
     assert run(["generate", "hi"], environ) == 1
     assert capsys.readouterr().err == "error: NOT_FOUND SESSION_NOT_FOUND: no such session\n"
+
+
+def test_bench_runs_every_prompt_with_and_without_speculation_and_deletes_its_sessions(
+    coordinator: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    servicer, environ = coordinator(answer)
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    flags = ["--prompts", str(tmp_path / "prompts.txt"), "--repeats", "2", "--gamma", "3", "--json"]
+    assert run(["bench", *flags], environ) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["speedup"], shown["num_pairs"]) == (1.0, 4)
+    assert shown["speculative"]["draft_efficiency"] == 0.5
+    modes = [request.speculation.mode for request in servicer.requests]
+    assert modes.count(pb.SPECULATION_MODE_OFF) == 4
+    assert modes[:4] == [0, pb.SPECULATION_MODE_OFF, pb.SPECULATION_MODE_OFF, 0]
+    assert [request.prompt for request in servicer.requests] == ["one"] * 2 + ["two"] * 2 + ["one"] * 2 + ["two"] * 2
+    assert len(servicer.deleted) == 8
+
+
+def test_bench_refuses_a_file_without_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    assert run(["bench", "--prompts", str(tmp_path / "empty.txt")], {}) == 1
+    assert "holds no prompt" in capsys.readouterr().err

@@ -1,0 +1,192 @@
+"""Suite `orchestration`: the real processes around simulated engines against the ideal of the dialled numbers.
+
+Rows 7 to 10 and 12. Every figure is simulated: forward passes are waits of a stated length, acceptance is dialled, and
+delay is added at the engines' ends of both links (a quarter of the stated round-trip on each of a round's four ways).
+Efficiency is docs/protocol.md section 6's time per round over the measured one, at the client, prefill and the rounds
+cut short by the token limit left out. Not here: any model.
+"""
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.pairs import interleave, median_ratio
+from bench.report import progress
+from bench.rows import Origin, Row
+from bench.simulated_system import (
+    ProcessSystem,
+    best_gamma,
+    ideal_round_s,
+    redis_server,
+    simulated_replicas,
+    write_tokenizer,
+)
+from bench.streams import StreamProcess, StreamRequest, StreamRun
+from specdec.engine.simulated_pair import simulated_pair
+
+SUITE = "orchestration"
+PAIR = "simulated:70b-1b"
+GAMMA = 4
+DELAYS_MS = (0, 1, 5, 14)
+#: Drifts over one output: three stretches of equal length.
+DRIFT = "alpha=0.9/0.4/0.9"
+FIXED_GAMMAS = (1, 2, 4, 6, 8)
+NUM_CLIENTS = 64
+NUM_RUNS, NUM_QUICK_RUNS = 9, 2
+NUM_TOKENS, NUM_QUICK_TOKENS = 384, 96
+PROMPT_TOKENS = 32
+
+Measure = Callable[[int], StreamRun]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the choice of rows."""
+    parser.add_argument("--rows", type=int, nargs="+", default=[7, 8, 9, 10, 12], help="only these rows")
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure and return the rows; prints nothing but progress."""
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        suite = _Suite(write_tokenizer(Path(folder)), arguments.quick)
+        measures = {7: suite.sync, 8: suite.predrafted, 9: suite.predrafted_against_sync, 10: suite.many_clients}
+        measures[12] = suite.drifting
+        return [row for number in arguments.rows for row in measures[number]()]
+
+
+def stream_request(index: int, num_tokens: int, **options: object) -> StreamRequest:
+    """One stream of its own text: prompts share no prefix."""
+    prompt = [1 + (index * PROMPT_TOKENS + offset) % 100_000 for offset in range(PROMPT_TOKENS)]
+    fixed = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, "seed": 1000 + index}
+    return StreamRequest(prompt, fixed | options)
+
+
+class _Suite:
+    """The rows, each with processes of its own."""
+
+    def __init__(self, tokenizer_dir: Path, quick: bool) -> None:
+        self._tokenizer_dir = tokenizer_dir
+        self._num_runs = NUM_QUICK_RUNS if quick else NUM_RUNS
+        self._num_tokens = NUM_QUICK_TOKENS if quick else NUM_TOKENS
+        self._row = partial(Row, suite=SUITE, origin=Origin(), quick=quick, simulated=True)
+
+    def sync(self) -> list[Row]:
+        """Row 7."""
+        return self._efficiency(7, f"{PAIR},predraft=off", 0, required=0.95)
+
+    def predrafted(self) -> list[Row]:
+        """Row 8."""
+        return [row for delay_ms in DELAYS_MS for row in self._efficiency(8, PAIR, delay_ms, required=0.90)]
+
+    def predrafted_against_sync(self) -> list[Row]:
+        """Row 9, and the gammas it was measured at."""
+        models = {"predrafted": PAIR, "sync": f"{PAIR},predraft=off"}
+        gammas = {name: best_gamma(simulated_pair(model)) for name, model in models.items()}
+        with contextlib.ExitStack() as stack:
+            systems = {
+                name: stack.enter_context(self._stream(model, gamma=gammas[name])) for name, model in models.items()
+            }
+            runs = self._interleave("row 9", systems)
+        rates = {name: [1 / run.steady_token_s() for run in done] for name, done in runs.items()}
+        ratio = median_ratio(rates["predrafted"], rates["sync"])
+        case = f"70B/1B, delay 0, gamma {gammas['predrafted']} against {gammas['sync']}"
+        return [
+            self._row(
+                row=9, case=case, system="predrafted", metric="tokens_per_s_ratio", value=ratio.median, unit="x",
+                ratio_to="sync", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=1.4,
+            )
+        ]  # fmt: skip
+
+    def many_clients(self) -> list[Row]:
+        """Row 10: admission, rounds, commits and streams of all clients, over the tokens they got."""
+        case = f"70B/1B, T = 1, alpha 0.9, Redis, {NUM_CLIENTS} clients, 2 drafts"
+        requests = [
+            stream_request(index, self._num_tokens, temperature=1.0, gamma=GAMMA) for index in range(NUM_CLIENTS)
+        ]
+        cpu_us, rates = [], []
+        with (
+            redis_server() as redis_url,
+            ProcessSystem(self._tokenizer_dir, simulated_replicas(PAIR, num_drafts=2), redis_url=redis_url) as system,
+            StreamProcess(system.endpoint) as clients,
+            progress("row 10", 3) as advance,
+        ):
+            for _ in range(3):
+                before_s = system.coordinator_cpu_s
+                runs = clients.run(requests)
+                num_tokens = sum(run.num_tokens for run in runs)
+                cpu_us.append((system.coordinator_cpu_s - before_s) / num_tokens * 1e6)
+                rates.append(num_tokens / max(run.chunk_s[-1] for run in runs))
+                advance()
+        row = partial(self._row, case=case, system="coordinator")
+        return [
+            # The first batch pays for what is cold.
+            row(row=10, metric="cpu_us_per_token", value=float(np.median(cpu_us[1:])), unit="us", at_most=80.0),
+            row(row=None, metric="tokens_per_s", value=float(np.median(rates[1:])), unit="tokens/s"),
+        ]
+
+    def drifting(self) -> list[Row]:
+        """Row 12, with and without pre-drafting."""
+        rows = []
+        for name, dial in (("sync", ",predraft=off"), ("predrafted", "")):
+            model = f"{PAIR},{DRIFT},stretch={self._num_tokens // 3}{dial}"
+            gammas: dict[str, int | None] = {f"gamma {gamma}": gamma for gamma in FIXED_GAMMAS} | {"gamma auto": None}
+            with self._stream(model) as measure:
+                systems = {label: partial(measure, gamma=gamma) for label, gamma in gammas.items()}
+                runs = self._interleave(f"row 12 {name}", systems)
+            rates = {label: [1 / run.steady_token_s() for run in done] for label, done in runs.items()}
+            best = max(list(rates)[:-1], key=lambda label: float(np.median(rates[label])))
+            ratio = median_ratio(rates["gamma auto"], rates[best])
+            row = partial(self._row, case=f"70B/1B, alpha 0.9, 0.4, 0.9, {name}")
+            rows.append(
+                row(
+                    row=12, system="gamma auto", metric="tokens_per_s_ratio", value=ratio.median, unit="x",
+                    ratio_to=f"best fixed ({best})", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
+                    required=0.95,
+                )
+            )  # fmt: skip
+            for label, measured in rates.items():
+                value = float(np.median(measured))
+                rows.append(row(row=None, system=label, metric="tokens_per_s", value=value, unit="tokens/s"))
+        return rows
+
+    def _efficiency(self, number: int, model: str, delay_ms: int, required: float) -> list[Row]:
+        pair = simulated_pair(model)
+        name = "predrafted" if pair.predrafts else "sync"
+        ideal_s = ideal_round_s(pair, GAMMA, delay_ms / 1e3)
+        with self._stream(f"{model},delay_ms={delay_ms / 4}", gamma=GAMMA) as measure:
+            runs = self._interleave(f"row {number}, {delay_ms} ms", {name: measure})[name]
+        round_s = [run.steady_round_s() for run in runs]
+        ratio = median_ratio([ideal_s] * len(round_s), round_s)
+        row = partial(self._row, case=f"70B/1B, gamma {GAMMA}, 1 stream, delay {delay_ms} ms", system=name)
+        if pair.predrafts:
+            row = partial(row, x=delay_ms, x_name="delay_ms")
+        return [
+            row(
+                row=number, metric="orchestration_efficiency", value=ratio.median, unit="ideal/measured",
+                ratio_to="ideal", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=required,
+            ),
+            row(row=None, metric="round_ms", value=float(np.median(round_s)) * 1e3, unit="ms"),
+            row(row=None, metric="ideal_round_ms", value=ideal_s * 1e3, unit="ms"),
+        ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def _stream(self, model: str, **fixed: object) -> Iterator[Callable[..., StreamRun]]:
+        """A system of its own, warm; yields what runs one stream by its index."""
+        with (
+            ProcessSystem(self._tokenizer_dir, simulated_replicas(model)) as system,
+            StreamProcess(system.endpoint) as client,
+        ):
+
+            def measure(index: int, **options: object) -> StreamRun:
+                return client.run([stream_request(index, self._num_tokens, **(fixed | options))])[0]
+
+            measure(10_000)
+            yield measure
+
+    def _interleave(self, label: str, systems: dict[str, Measure]) -> dict[str, list[StreamRun]]:
+        with progress(label, self._num_runs * len(systems)) as advance:
+            return interleave(range(self._num_runs), systems, advance)

@@ -1,0 +1,188 @@
+"""The real processes around simulated engines, and what a round of theirs takes by the dialled numbers alone.
+
+Not here: the engines (`specdec.engine.simulated`), what is measured (`orchestration`).
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from specdec.cli.processes import Child, free_ports
+from specdec.client import Budgets, Client
+from specdec.core.expectation import expected_tokens_per_round
+from specdec.engine.simulated_pair import SimulatedPair
+from specdec.engine.simulated_text import EOS_TOKEN_ID, simulated_vocabulary
+from specdec.errors import SpecdecError
+
+_START_S = 120.0
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """Writes the tokenizer of the simulated vocabulary: it decodes like a real one; prompts are given as ids."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = simulated_vocabulary()
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    eos = next(token for token, token_id in vocabulary.items() if token_id == EOS_TOKEN_ID)
+    tokenizer.add_special_tokens([AddedToken(eos, special=True)])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return directory
+
+
+def ideal_round_s(pair: SimulatedPair, gamma: int, round_trip_s: float) -> float:
+    """Time of a round by docs/protocol.md section 6, from the dialled numbers alone.
+
+    Args:
+        pair: pre-drafted or not, as it says; a missed round waits half a branched step for the one under way.
+        gamma: draft tokens a round.
+        round_trip_s: R, both links.
+    """
+    verify_s = pair.verify_s(gamma) + round_trip_s
+    drafted_s = verify_s + gamma * pair.draft_step_s()
+    if not pair.predrafts:
+        return drafted_s
+    branches_s = (gamma + 1) * pair.branched_step_s(gamma)
+    hit_rate = pair.text.predictability
+    # A step is under way only while the branches are not done.
+    cancel_s = pair.branched_step_s(gamma) / 2 if branches_s > verify_s else 0.0
+    return hit_rate * max(verify_s, branches_s) + (1 - hit_rate) * (drafted_s + cancel_s)
+
+
+def ideal_tokens_per_s(pair: SimulatedPair, gamma: int, round_trip_s: float = 0.0) -> float:
+    """Tokens a second of one stream at the pair's first alpha."""
+    expected = expected_tokens_per_round([pair.text.alphas[0]] * gamma)
+    return expected / ideal_round_s(pair, gamma, round_trip_s)
+
+
+def best_gamma(pair: SimulatedPair, max_gamma: int = 16) -> int:
+    """The gamma with the most tokens a second by the dialled numbers."""
+    return max(range(1, max_gamma + 1), key=lambda gamma: ideal_tokens_per_s(pair, gamma))
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[str]:
+    """A `redis-server` of our own without persistence; yields its URL.
+
+    Raises:
+        RuntimeError: none is installed.
+    """
+    program = shutil.which("redis-server")
+    if program is None:
+        raise RuntimeError("redis-server is not on the PATH (apt-get install redis-server, brew install redis)")
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-redis-") as folder:
+        (port,) = free_ports(1)
+        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+        process = subprocess.Popen([*command, "--appendonly", "no"], stdout=subprocess.DEVNULL)
+        try:
+            url = f"redis://127.0.0.1:{port}/0"
+            with redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.02), 500)) as client:
+                client.ping()
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class ReplicaCommand:
+    """How to start one replica; `--listen HOST:PORT` is added."""
+
+    role: str
+    """draft | target."""
+    module: str
+    arguments: tuple[str, ...]
+
+
+def simulated_replicas(model: str, num_drafts: int = 1) -> list[ReplicaCommand]:
+    """One target and some drafts of `simulated:...`."""
+    return [
+        ReplicaCommand(role, f"{role}_service", ("--model", model, "--redis-url", "memory://"))
+        for role in ["target", *["draft"] * num_drafts]
+    ]
+
+
+class ProcessSystem:
+    """Replicas and a coordinator that knows them, as processes. Use it by `with`; it is ready once entered."""
+
+    def __init__(
+        self, tokenizer_dir: Path, replicas: Sequence[ReplicaCommand], *, redis_url: str = "memory://"
+    ) -> None:
+        """
+        Args:
+            tokenizer_dir: see `write_tokenizer`.
+            replicas: their addresses are given to the coordinator.
+            redis_url: of the session store.
+        """
+        ports = free_ports(len(replicas) + 1)
+        self.endpoint = f"127.0.0.1:{ports.pop()}"
+        self._commands: list[tuple[str, list[str]]] = []
+        coordinator = ["--tokenizer", str(tokenizer_dir), "--listen", self.endpoint, "--redis-url", redis_url]
+        for replica, port in zip(replicas, ports, strict=True):
+            address = f"127.0.0.1:{port}"
+            self._commands.append((replica.module, [*replica.arguments, "--listen", address]))
+            coordinator += [f"--{replica.role}-endpoint", address]
+        self._commands.append(("coordinator", [*coordinator, "--poll-interval-s", "0.2"]))
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        try:
+            for module, arguments in self._commands:
+                self._children.append(Child(module, module, arguments, os.environ))
+            self._wait_connected()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    @property
+    def coordinator_cpu_s(self) -> float:
+        """CPU time the coordinator has used so far, user and system, all threads."""
+        fields = Path(f"/proc/{self._children[-1].pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _wait_connected(self) -> None:
+        deadline = time.monotonic() + _START_S
+        with Client(self.endpoint, budgets=Budgets(connect_s=0)) as client:
+            while _num_replicas(client) < len(self._commands) - 1:
+                for child in self._children:
+                    if not child.is_alive:
+                        raise RuntimeError(f"{child.name} did not start: {child.last_words()}")
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the system did not start in time")
+                time.sleep(0.1)
+
+    def _stop(self) -> None:
+        _stop_all(self._children[::-1])
+
+
+def _stop_all(children: Sequence[Child]) -> None:
+    for child in children:
+        child.ask_to_stop()
+    for child in children:
+        child.stop()
+
+
+def _num_replicas(client: Client) -> int:
+    try:
+        return sum(len(pool.replicas) for pool in client.info().pools)
+    except SpecdecError:
+        return 0

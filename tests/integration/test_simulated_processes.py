@@ -1,0 +1,39 @@
+"""Simulated replicas as real processes behind a real coordinator, called from a client process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.simulated_system import ProcessSystem, simulated_replicas, write_tokenizer
+from bench.streams import StreamProcess, StreamRequest
+
+NUM_TOKENS = 120
+GAMMA = 4
+
+
+def request(seed: int, **options: object) -> StreamRequest:
+    fixed = {"max_new_tokens": NUM_TOKENS, "seed": seed, "gamma": GAMMA, "ignore_eos": True, "temperature": 1.0}
+    return StreamRequest([seed + 1, 2, 3], fixed | options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_streams_of_law_and_greedy_rounds_run_to_their_ends_and_accept_as_dialled(tokenizer_dir: Path) -> None:
+    with (
+        ProcessSystem(tokenizer_dir, simulated_replicas("simulated:8b-0.6b,alpha=0.9", num_drafts=2)) as system,
+        StreamProcess(system.endpoint) as client,
+    ):
+        runs = client.run([request(seed, temperature=float(seed % 2)) for seed in range(8)])
+        cpu_s = system.coordinator_cpu_s
+    assert [run.num_tokens for run in runs] == [NUM_TOKENS] * 8
+    num_rounds = sum(run.stats["num_rounds"] for run in runs)
+    # E is 4.1 at alpha 0.9; 8 streams of about 30 rounds each have a standard error of 0.1, seeds are fixed.
+    assert sum(run.num_tokens for run in runs) / num_rounds == pytest.approx(4.1, abs=0.4)
+    assert all(run.stats["num_target_only_steps"] <= 1 for run in runs)
+    assert all(len(run.chunk_s) == run.stats["num_rounds"] for run in runs)
+    assert cpu_s > 0
