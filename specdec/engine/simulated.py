@@ -85,6 +85,7 @@ class _SimulatedEngine:
         self._timeline = Timeline()
         self._device = SimulatedDevice(self._forward, self._timeline)
         self._is_closing = False
+        self._closed = asyncio.Event()
         self._info = EngineInfo(
             version=specdec.__version__,
             role=self.role,
@@ -135,6 +136,11 @@ class _SimulatedEngine:
             await asyncio.wait([job.future for job in self._jobs.values()])
         await asyncio.to_thread(self._timeline.end)
         self._sessions.release_all()
+        self._closed.set()
+
+    async def wait_ended(self) -> None:
+        """Returns once the engine has been closed."""
+        await self._closed.wait()
 
     def check_integrity(self) -> None:
         """Checks the KV books. Raises RuntimeError where they are wrong."""
