@@ -40,6 +40,9 @@ _TAIL_BLOCK = 512
 _NOISE_CHUNK_CPU = 1 << 14
 _NOISE_CHUNK_ACCELERATOR = 1 << 22
 
+#: Up to here, finding out who may win costs more than the logarithms it saves.
+_FEW_ENTRIES = 1 << 13
+
 #: A law with mass on fewer tokens than one in this many is looked at entry by entry.
 _SPARSE_ONE_IN = 4
 
@@ -129,17 +132,24 @@ def coupled_choices(
         dtype=torch.int64,
         device=laws.device,
     )  # [R, 4]
-    bounds = _score_bounds(laws, keys)  # [R, V]
-    likely = bounds.argmax(dim=-1)
-    reached = _coupled_scores(laws, keys, torch.arange(len(laws), device=laws.device), likely).exp_()
-    # No other token can win; the slack is for rounding, here and in the exponential.
-    rows, ids = (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
+    rows, ids = _possible_winners(laws, keys)
     scores = _coupled_scores(laws, keys, rows, ids).cpu().numpy()
     rows, ids = rows.cpu().numpy(), ids.cpu().numpy()
     first = np.searchsorted(rows, np.arange(len(laws) + 1))
     choices = [int(ids[start + np.argmax(scores[start:end])]) for start, end in pairwise(first)]
     chosen = torch.tensor(choices, device=laws.device)[:, None]
     return choices, laws.gather(-1, chosen)[:, 0].tolist()
+
+
+def _possible_winners(laws: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and ids of the entries that may win their row, row by row, ids ascending: at least one of each row."""
+    if laws.numel() <= _FEW_ENTRIES:
+        return laws.nonzero(as_tuple=True)
+    bounds = _score_bounds(laws, keys)  # [R, V]
+    likely = bounds.argmax(dim=-1)
+    reached = _coupled_scores(laws, keys, torch.arange(len(laws), device=laws.device), likely).exp_()
+    # No other token can win; the slack is for rounding, here and in the exponential.
+    return (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
 
 
 def _coupled_scores(
