@@ -123,6 +123,20 @@ def test_torch_coupled_choices_equal_the_reference() -> None:
             assert probabilities[row] == laws[row, choice]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 40_000])
+@pytest.mark.parametrize("share_kept", [1.0, 0.4, 0.01])
+def test_torch_coupled_choices_equal_the_reference_at_any_width(num_tokens: int, share_kept: float) -> None:
+    """Full laws, thinned ones and the few tokens a top-p leaves; flat ones, where many tokens nearly win, too."""
+    rng = np.random.default_rng(num_tokens)
+    laws = rng.dirichlet(np.ones(num_tokens), size=6) ** np.array([[0.0], [0.3], [1.0], [2.0], [4.0], [1.0]])
+    laws *= rng.random(laws.shape) < share_kept
+    laws[:, num_tokens // 2] += 1e-6
+    laws /= laws.sum(axis=-1, keepdims=True)
+    seeds, turns, positions = [1, 2, 3, 1 << 63, 5, 5], [0, 1, 2, 3, 4, 4], [9, 8, 7, 6, 5, 4]
+    choices, _ = coupled_choices(torch.tensor(laws), seeds, turns, positions)
+    assert choices == [coupled_choice(*of_row) for of_row in zip(laws, seeds, turns, positions, strict=True)]
+
+
 def test_logit_rows_are_the_raw_logits() -> None:
     logits = np.array([[1.0, 3.0, 3.0, -np.inf], [0.0, -1.0, 2.0, -np.inf]], dtype=np.float32)
     supports = [np.array([0, 2], dtype=np.uint32), np.empty(0, dtype=np.uint32)]
