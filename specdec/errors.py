@@ -1,20 +1,20 @@
 """The error tree. One interceptor maps it to gRPC status with details; the client maps back.
 
-    SpecdecError
-    ├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE
-    ├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND
-    ├── SessionBusy           FAILED_PRECONDITION  SESSION_BUSY
-    ├── VocabularyMismatch    FAILED_PRECONDITION  VOCABULARY_MISMATCH
-    ├── KvMiss                FAILED_PRECONDITION  KV_MISS            (draft and target links only)
-    ├── SessionLost           DATA_LOSS            SESSION_LOST
-    ├── StaleEpoch            ABORTED              STALE_EPOCH
-    ├── LeaseLost             ABORTED              LEASE_LOST
-    ├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED
-    ├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING
-    ├── Unauthenticated       UNAUTHENTICATED      UNAUTHENTICATED
-    ├── Forbidden             PERMISSION_DENIED    FORBIDDEN
-    ├── Unsupported           UNIMPLEMENTED        UNSUPPORTED
-    └── Internal              INTERNAL             INTERNAL
+SpecdecError
+├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE
+├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND
+├── SessionBusy           FAILED_PRECONDITION  SESSION_BUSY
+├── VocabularyMismatch    FAILED_PRECONDITION  VOCABULARY_MISMATCH
+├── KvMiss                FAILED_PRECONDITION  KV_MISS            (draft and target links only)
+├── SessionLost           DATA_LOSS            SESSION_LOST
+├── StaleEpoch            ABORTED              STALE_EPOCH
+├── LeaseLost             ABORTED              LEASE_LOST
+├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED
+├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING
+├── Unauthenticated       UNAUTHENTICATED      UNAUTHENTICATED
+├── Forbidden             PERMISSION_DENIED    FORBIDDEN
+├── Unsupported           UNIMPLEMENTED        UNSUPPORTED
+└── Internal              INTERNAL             INTERNAL
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class SpecdecError(Exception):
     default_reason: ClassVar[str] = "INTERNAL"
     default_retry_after_s: ClassVar[float | None] = None
 
-    def __init__(
-        self, message: str, *, reason: str = "", field: str = "", retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, message: str, *, reason: str = "", field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason

@@ -14,18 +14,29 @@ import torch
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_likeliest
-from specdec.engine.laws import LawContext, filtered_laws, greedy_choices, likeliest, row_and_column, split_batches
+from specdec.engine.laws import (
+    LawContext,
+    filtered_laws,
+    greedy_choices,
+    likeliest,
+    processed_logits,
+    row_and_column,
+    split_batches,
+)
 from specdec.types import LawRow, LogitRow, Support, TokenIds
 
 __all__ = [
     "LawContext",
     "coupled_choices",
+    "coupled_scores",
     "cut_supports",
     "filtered_laws",
     "greedy_choices",
     "gumbel_noise",
     "law_rows",
+    "likeliest",
     "logit_rows",
+    "processed_logits",
     "split_batches",
 ]
 
@@ -113,6 +124,14 @@ def coupled_choices(
     Returns:
         The chosen ids and their probabilities.
     """
+    choices = coupled_scores(laws, seeds, turns, positions).argmax(dim=-1)
+    return choices.tolist(), laws.gather(-1, choices[:, None])[:, 0].tolist()
+
+
+def coupled_scores(
+    laws: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """log law + keyed Gumbel noise, float64 [R, V]; -inf where the law is 0. Arguments as in `coupled_choices`."""
     scores = torch.full_like(laws, -torch.inf)  # [R, V]
     rows, ids = laws.nonzero(as_tuple=True)  # noise only where there is mass
     keys = torch.tensor(
@@ -125,8 +144,7 @@ def coupled_choices(
         part = slice(start, start + chunk)
         where = (rows[part], ids[part])
         scores[where] = laws[where].log_() + gumbel_noise(keys[rows[part]], ids[part])
-    choices = scores.argmax(dim=-1)
-    return choices.tolist(), laws.gather(-1, choices[:, None])[:, 0].tolist()
+    return scores
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
