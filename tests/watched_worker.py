@@ -48,6 +48,11 @@ class WatchedWorker:
             if not await asyncio.to_thread(self._branch_steps.acquire, True, _PATIENCE_S):
                 raise TimeoutError("the branches did not grow")
 
+    def forget(self) -> None:
+        """Forgets the steps of branches so far, none of which may be still to come."""
+        while self._branch_steps.acquire(blocking=False):
+            pass
+
     def allow(self, num_steps: int) -> None:
         """Lets that many more steps run; the one after them is held."""
         with self._changed:
