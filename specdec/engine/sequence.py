@@ -133,7 +133,7 @@ class Sequence:
         fork.append(self.token_ids[:length])
         fork.kv_len = length
         fork.num_published = min(self.num_published, num_shared)
-        fork.root = self.root or self
+        fork.root = self if self.root is None else self.root
         fork.root.forks.append(fork)
         return fork
 
