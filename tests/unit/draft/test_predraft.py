@@ -108,7 +108,7 @@ async def test_whatever_the_outcome_the_draft_is_the_one_drafted_late(law):
                 assert second.num_cached_tokens == (len(tokens) if is_hit else 21 + min(num_accepted, GAMMA - 1))
                 await replica.ahead.release([session_id])
                 replica.worker.forget()
-        assert replica.outcomes()["hit"] >= 5
+        assert replica.outcomes()["hit"] >= 3
 
 
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 27, 28, 29, 32])
