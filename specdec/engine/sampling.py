@@ -15,18 +15,29 @@ import torch
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_likeliest
-from specdec.engine.laws import LawContext, filtered_laws, greedy_choices, likeliest, row_and_column, split_batches
+from specdec.engine.laws import (
+    LawContext,
+    filtered_laws,
+    greedy_choices,
+    likeliest,
+    processed_logits,
+    row_and_column,
+    split_batches,
+)
 from specdec.types import LawRow, LogitRow, Support, TokenIds
 
 __all__ = [
     "LawContext",
     "coupled_choices",
+    "coupled_scores",
     "cut_supports",
     "filtered_laws",
     "greedy_choices",
     "gumbel_noise",
     "law_rows",
+    "likeliest",
     "logit_rows",
+    "processed_logits",
     "split_batches",
 ]
 
@@ -127,18 +138,42 @@ def coupled_choices(
     Returns:
         The chosen ids and their probabilities.
     """
-    keys = torch.tensor(
-        [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)],
-        dtype=torch.int64,
-        device=laws.device,
-    )  # [R, 4]
+    keys = _noise_keys(seeds, turns, positions, laws.device)
     rows, ids = _possible_winners(laws, keys)
-    scores = _coupled_scores(laws, keys, rows, ids).cpu().numpy()
+    scores = _entry_scores(laws, keys, rows, ids).cpu().numpy()
     rows, ids = rows.cpu().numpy(), ids.cpu().numpy()
     first = np.searchsorted(rows, np.arange(len(laws) + 1))
     choices = [int(ids[start + np.argmax(scores[start:end])]) for start, end in pairwise(first)]
     chosen = torch.tensor(choices, device=laws.device)[:, None]
     return choices, laws.gather(-1, chosen)[:, 0].tolist()
+
+
+def coupled_scores(
+    laws: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """log law + keyed Gumbel noise, float64 [R, V]; -inf where the law is 0. Arguments as in `coupled_choices`.
+
+    For those who want more than the likeliest: a logarithm for each entry with mass, where `coupled_choices` needs few.
+    """
+    keys = _noise_keys(seeds, turns, positions, laws.device)
+    scores = torch.full_like(laws, -torch.inf)
+    rows, ids = laws.nonzero(as_tuple=True)  # noise only where there is mass
+    chunk = _NOISE_CHUNK_CPU if laws.device.type == "cpu" else _NOISE_CHUNK_ACCELERATOR
+    for start in range(0, len(rows), chunk):
+        row, token_ids = rows[start : start + chunk], ids[start : start + chunk]
+        scores[row, token_ids] = _entry_scores(laws, keys, row, token_ids)
+    return scores
+
+
+def _noise_keys(
+    seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """What each row's noise is keyed by, int64 [R, 4]: low and high word of the seed, turn, position."""
+    return torch.tensor(
+        [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)],
+        dtype=torch.int64,
+        device=device,
+    )
 
 
 def _possible_winners(laws: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,14 +182,12 @@ def _possible_winners(laws: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Ten
         return laws.nonzero(as_tuple=True)
     bounds = _score_bounds(laws, keys)  # [R, V]
     likely = bounds.argmax(dim=-1)
-    reached = _coupled_scores(laws, keys, torch.arange(len(laws), device=laws.device), likely).exp_()
+    reached = _entry_scores(laws, keys, torch.arange(len(laws), device=laws.device), likely).exp_()
     # No other token can win; the slack is for rounding, here and in the exponential.
     return (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
 
 
-def _coupled_scores(
-    laws: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
+def _entry_scores(laws: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """log law + noise of single entries, float64 [N]; `keys` int64 [R, 4], `rows` and `token_ids` int64 [N]."""
     return laws[rows, token_ids].log_() + gumbel_noise(keys[rows], token_ids)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdec.core.coupling import coupled_choice
-from specdec.core.random import DrawKey
+from specdec.core.random import DrawKey, gumbel_noise
 from specdec.core.sparse import cut_support, default_s_max, draw_from_support, integer_weights, law_row
-from specdec.engine.sampling import coupled_choices, cut_supports, law_rows, logit_rows
+from specdec.engine.sampling import coupled_choices, coupled_scores, cut_supports, law_rows, logit_rows
 from specdec.types import LAW_TOTAL
 
 
@@ -135,6 +135,12 @@ def test_torch_coupled_choices_equal_the_reference_at_any_width(num_tokens: int,
     seeds, turns, positions = [1, 2, 3, 1 << 63, 5, 5], [0, 1, 2, 3, 4, 4], [9, 8, 7, 6, 5, 4]
     choices, _ = coupled_choices(torch.tensor(laws), seeds, turns, positions)
     assert choices == [coupled_choice(*of_row) for of_row in zip(laws, seeds, turns, positions, strict=True)]
+    scores = coupled_scores(torch.tensor(laws), seeds, turns, positions)
+    assert scores.argmax(dim=-1).tolist() == choices
+    for row, law in enumerate(laws):
+        noise = gumbel_noise(seeds[row], turns[row], positions[row], np.arange(num_tokens, dtype=np.uint32))
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(scores[row], np.log(law) + noise, rtol=1e-12, atol=1e-12)
 
 
 def test_logit_rows_are_the_raw_logits() -> None:
