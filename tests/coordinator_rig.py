@@ -204,7 +204,7 @@ class Rig:
             GenerationSettings(
                 **{
                     "coordinator_id": f"c{next(self._ids)}",
-                    "lease_ttl_s": 2.0,
+                    "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
                     "max_running": 64,
                     **settings,
@@ -220,7 +220,8 @@ class Rig:
         )
         CoordinatorServicer(generations, pools, self.tokenizer, Mode.REJECTION).add_to(server.grpc_server)
         await server.start()
-        await pools.poll()
+        while sum(replica.is_alive for replica in pools.all_replicas()) < len(self.services):
+            await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         coordinator = Coordinator(generations, pools, server, stub, channel)

@@ -166,7 +166,7 @@ async def test_another_coordinator_carries_on_where_one_stopped(mode: int) -> No
 
 async def test_a_session_whose_owner_died_is_taken_over_when_its_lease_ends() -> None:
     async with Rig() as rig:
-        coordinator = await rig.coordinator(lease_ttl_s=0.5)
+        coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=150))
         held = await read_until(stream, 10)
         stream.cancel()

@@ -128,6 +128,8 @@ async def test_a_client_that_leaves_while_the_lease_is_being_taken_leaves_no_lea
         await taken.wait()
         assert await keys_of(rig)
         stream.cancel()
+        # Only once the server has noticed: a client that leaves later leaves a session that can be resumed.
+        await eventually(lambda: any("_give_back" in str(task.get_coro()) for task in asyncio.all_tasks()))
         gate.set()
         for _ in range(1000):
             await asyncio.sleep(0.01)
