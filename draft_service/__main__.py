@@ -83,6 +83,7 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
         )
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
+    from draft_service.pace import Predraft
     from draft_service.proposer import Proposer
     from specdec.engine.hf_adapter import load_worker
 
@@ -102,6 +103,8 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
         max_step_tokens=settings.max_step_tokens,
         max_support=settings.max_support,
         support_coverage=settings.support_coverage,
+        predraft=Predraft(settings.predraft),
+        observer=metrics,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -19,6 +21,10 @@ class DraftSettings(ReplicaSettings):
 
     max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
     """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
+
+    predraft: Literal["on", "off", "auto"] = "off"
+    """Drafting the next round, for its likeliest outcomes, before it is asked for. New, so off unless switched
+    on. on: whenever no call is waiting; auto: as long as that makes rounds shorter."""
 
     support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)
     """Share of the draft's law that a support covers before it is cut."""

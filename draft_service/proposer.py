@@ -1,32 +1,29 @@
 """Drafts candidate tokens: one logit row, one token, one more step, up to gamma of them.
 
-q is what was sampled: the law is filtered, cut to a support and rounded to integers first, and the token is drawn from
-those very integers. Sessions at different depths of their drafts share steps; each row is drawn from its own
-counter-based stream, so the company does not matter.
-
-Not here: threads and steps (`specdec.engine.loop`), whether tokens are accepted (the coordinator), protobuf (the
-servicer). Called by the draft service's servicer and by tests.
+Not here: how a token is drawn (`drafting`), rounds nobody has asked for yet (`predraft`), threads and steps
+(`specdec.engine.loop`), whether tokens are accepted (the coordinator), protobuf (the servicer). Called by the draft
+service's servicer and by tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-import torch
 
-from specdec.core.random import DrawKey
-from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max, draw_from_support
-from specdec.engine import sampling
+from draft_service.drafting import DraftProgram
+from draft_service.pace import Predraft
+from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
+from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.admission import check_round, digest_of
 from specdec.engine.base import Worker
-from specdec.engine.job import Call, Job, RowKind, row_kind
+from specdec.engine.job import Call
 from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
-from specdec.engine.sampling import LawContext
 from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS
 from specdec.errors import InvalidRequest
-from specdec.types import LawParams, Proposal, ProposeRequest, Support
+from specdec.types import LawParams, Proposal, ProposeRequest
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -47,6 +44,9 @@ class Proposer(ReplicaEngine):
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
         max_support: int | None = None,
         support_coverage: float = DEFAULT_COVERAGE,
+        predraft: Predraft = Predraft.OFF,
+        observer: PredraftObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts the device thread, which alone uses `worker` from now on.
 
@@ -59,10 +59,27 @@ class Proposer(ReplicaEngine):
             max_step_tokens: token budget of one step.
             max_support: most entries of a support, 1..MAX_SUPPORT; None for `default_s_max` of the vocabulary.
             support_coverage: share of the law a support covers unless `max_support` stops it, (0, 1].
+            predraft: when the next round is drafted before it is asked for.
+            observer: told how that fares.
+            clock: what its pace is measured by, in seconds.
         """
         s_max = default_s_max(worker.shape.vocabulary_size) if max_support is None else max_support
         options = ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens)
-        super().__init__(worker, _DraftProgram(s_max=s_max, coverage=support_coverage), options)
+        is_ahead = predraft is not Predraft.OFF
+        program = DraftProgram(
+            s_max=s_max,
+            coverage=support_coverage,
+            num_likeliest=NUM_LIKELIEST if is_ahead else 0,
+            max_noted=MAX_TREES,
+        )
+        ahead = Predrafter(
+            program,
+            policy=predraft,
+            max_context_tokens=worker.shape.max_context_tokens,
+            observer=observer,
+            clock=clock,
+        )
+        super().__init__(worker, program, options, ahead if is_ahead else None)
 
     async def propose(self, request: ProposeRequest) -> Proposal:
         """Drafts up to gamma tokens; see `DraftEngine.propose`.
@@ -78,7 +95,7 @@ class Proposer(ReplicaEngine):
             raise InvalidRequest(f"gamma is {request.gamma}, it must be in 1..{self._options.max_gamma}", field="gamma")
         gamma = min(request.gamma, self._shape.max_context_tokens - asked.committed_len)
         if gamma <= 0:
-            return _proposal(_Draft(), kv_len=self._engine_loop.kv_len(asked.session_id))
+            return _no_draft(kv_len=self._engine_loop.kv_len(asked.session_id))
         call = Call(
             request=replace(request, gamma=gamma),
             digest=digest_of(request),
@@ -97,92 +114,5 @@ class Proposer(ReplicaEngine):
         await self._release_warm_up()
 
 
-@dataclass(slots=True)
-class _Draft:
-    """What one job has drafted so far."""
-
-    token_ids: list[int] = field(default_factory=list)
-    supports: list[Support] = field(default_factory=list)
-    lost_mass: list[float] = field(default_factory=list)
-
-
-class _DraftProgram:
-    """Turns a step's logit rows into draft tokens. Device thread only."""
-
-    def __init__(self, *, s_max: int, coverage: float) -> None:
-        self._s_max = s_max
-        self._coverage = coverage
-        self._draw = {RowKind.GREEDY: _draw_greedy, RowKind.COUPLED: _draw_coupled, RowKind.LAW: self._draw_law}
-
-    def advance(self, jobs: Sequence[Job], logits: torch.Tensor) -> None:
-        """Draws one token a job from `logits` (float32 [len(jobs), V])."""
-        rows_of: dict[RowKind, list[int]] = {}
-        for row, job in enumerate(jobs):
-            rows_of.setdefault(row_kind(job.call.round), []).append(row)
-        for kind, rows_of_kind in rows_of.items():
-            for rows in sampling.split_batches(rows_of_kind, lambda _: 1, logits.shape[-1]):
-                drawn_by = [jobs[row] for row in rows]
-                for job in drawn_by:
-                    job.progress = job.progress or _Draft()
-                token_ids = self._draw[kind](drawn_by, logits if len(rows) == len(jobs) else logits[rows])
-                for job, token_id in zip(drawn_by, token_ids, strict=True):
-                    _take(job, token_id)
-
-    def _draw_law(self, jobs: Sequence[Job], logits: torch.Tensor) -> list[int]:
-        laws = sampling.filtered_laws(logits, [_context(job) for job in jobs])
-        token_ids = []
-        for job, (support, lost_mass) in zip(
-            jobs, sampling.cut_supports(laws, self._s_max, self._coverage), strict=True
-        ):
-            asked, draft = job.call.round, job.progress
-            key = DrawKey(asked.seed, asked.turn, asked.committed_len)
-            token_ids.append(draw_from_support(support, key, len(draft.token_ids)))
-            draft.supports.append(support)
-            draft.lost_mass.append(lost_mass)
-        return token_ids
-
-
-def _draw_greedy(jobs: Sequence[Job], logits: torch.Tensor) -> list[int]:
-    return sampling.greedy_choices(logits, [_context(job) for job in jobs])
-
-
-def _draw_coupled(jobs: Sequence[Job], logits: torch.Tensor) -> list[int]:
-    laws = sampling.filtered_laws(logits, [_context(job) for job in jobs])
-    token_ids, _ = sampling.coupled_choices(
-        laws,
-        [job.call.round.seed for job in jobs],
-        [job.call.round.turn for job in jobs],
-        [len(job.token_ids) for job in jobs],
-    )
-    return token_ids
-
-
-def _context(job: Job) -> LawContext:
-    return LawContext(job.call.round.law, job.token_ids, job.call.round.output_start)
-
-
-def _take(job: Job, token_id: int) -> None:
-    """Adds a drawn token to the draft, and ends it or goes on.
-
-    Stopping after an end token is exact: it is decided by the tokens already drawn.
-    """
-    draft: _Draft = job.progress
-    draft.token_ids.append(token_id)
-    request = job.call.request
-    if len(draft.token_ids) == request.gamma or token_id in request.round.law.end_token_ids:
-        job.finish(
-            _proposal(draft, kv_len=job.kv_len, num_cached_tokens=job.num_cached_tokens, forward_s=job.elapsed_s)
-        )
-    else:
-        job.append(token_id)
-
-
-def _proposal(draft: _Draft, *, kv_len: int, num_cached_tokens: int = 0, forward_s: float = 0.0) -> Proposal:
-    return Proposal(
-        draft_token_ids=np.array(draft.token_ids, dtype=np.uint32),
-        supports=tuple(draft.supports),
-        lost_mass=tuple(draft.lost_mass),
-        kv_len=kv_len,
-        num_cached_tokens=num_cached_tokens,
-        forward_s=forward_s,
-    )
+def _no_draft(kv_len: int) -> Proposal:
+    return Proposal(_NO_TOKENS, supports=(), lost_mass=(), kv_len=kv_len, num_cached_tokens=0, forward_s=0.0)

@@ -55,6 +55,8 @@ class TableWorker:
         self.steps.append(plan)
         self.entered.release()
         self.gate.wait()
+        for source, destination in plan.block_copies:
+            self._copy_block(source, destination)
         written: set[int] = set()
         for part in plan.slices:
             for offset, token_id in enumerate(part.token_ids):
@@ -87,6 +89,10 @@ class TableWorker:
         for _ in range(num_tokens):
             tokens.append(int(np.argmax(self.logits_after(tokens))))
         return tokens[len(token_ids) :]
+
+    def _copy_block(self, source: int, destination: int) -> None:
+        blocks = self._slots.reshape(-1, BLOCK_TOKENS, 2)
+        blocks[destination] = blocks[source]
 
     def _rows(self, part: SequenceSlice) -> list[np.ndarray]:
         end = part.start + len(part.token_ids)

@@ -33,6 +33,9 @@ class StepPlan:
     """One forward pass: a ragged batch of prefill chunks, draft steps and verification rows."""
 
     slices: tuple[SequenceSlice, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+    """(from, to): KV blocks to copy whole before anything of the step is written; a branch begins with the partial
+    block that it shares with its session. No block is copied to twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,12 @@ class BlockManager:
             num_adopted += 1
         return num_adopted
 
+    def share(self, table: list[int], block_ids: Iterable[int]) -> None:
+        """Appends held blocks of another table to `table`; nobody may write to them while both hold them."""
+        for block_id in block_ids:
+            self._ref_counts[block_id] += 1
+            table.append(block_id)
+
     def is_published(self, block_hash: bytes) -> bool:
         return block_hash in self._block_of
 

@@ -30,6 +30,10 @@ class Outbox:
     def __init__(self) -> None:
         self._outcomes: list[tuple[Waiter, Any]] = []
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._outcomes
+
     def put(self, waiter: Waiter, outcome: Any) -> None:
         """`outcome`: an answer, or an error to raise."""
         self._outcomes.append((waiter, outcome))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,11 +19,12 @@ from transformers.utils import logging
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.attention import ATTENTION_NAME, register_attention
 from specdec.engine.base import ModelShape
+from specdec.engine.int8_projection import Int8Projection
 from specdec.engine.kv_cache import KvCache, block_bytes
 from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
 from specdec.engine.llama_stack import LlamaStack
 from specdec.engine.model_runner import ForwardPass, ModelRunner, TransformersForward
-from specdec.engine.projection import relayout_linears
+from specdec.engine.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
@@ -51,17 +53,19 @@ def load_worker(
     Args:
         model: a checkpoint directory or a hub id.
         device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
-        dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere.
+        dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere;
+            `int8` rounds the weights of the layers' products (CPU only), all else being float32.
         kv_cache_bytes: bytes of the KV pool.
         num_kv_blocks: blocks of the KV pool, instead.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
 
     Raises:
         InvalidRequest: no such checkpoint, device or dtype, or no room for a single block.
-        Unsupported: not a decoder-only model, or attention that cannot be replaced.
+        Unsupported: not a decoder-only model, attention that cannot be replaced, or int8 elsewhere than on a CPU.
     """
     directory = locate_checkpoint(model)
     torch_device = _device(device)
+    is_int8 = dtype == "int8"
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     config = _load_config(model, directory)
@@ -79,19 +83,22 @@ def load_worker(
         model_fingerprint=checkpoint_fingerprint(directory),
         vocabulary_fingerprint=vocabulary_fingerprint(token_to_id),
         num_kv_blocks=blocks,
-        dtype=str(torch_dtype).removeprefix("torch."),
+        dtype="int8" if is_int8 else str(torch_dtype).removeprefix("torch."),
         device=str(torch_device),
     )
     cache = KvCache(shapes, num_blocks=blocks, dtype=torch_dtype, device=torch_device)
     kinds = [layer.kind for layer in layers]
-    return ModelRunner(_forward_pass(loaded), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+    return ModelRunner(_forward_pass(loaded, is_int8), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
 
 
-def _forward_pass(model: PreTrainedModel) -> ForwardPass:
+def _forward_pass(model: PreTrainedModel, is_int8: bool) -> ForwardPass:
+    plain = partial(Projection, both_layouts=keeps_both_layouts(model))
+    # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
+    kinds = ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=plain)
     if LlamaStack.fits(model):
-        return LlamaStack(model)
+        return LlamaStack(model, kinds)
     if model.device.type == "cpu":
-        relayout_linears(model)
+        relayout_linears(model, kinds)
     return TransformersForward(model)
 
 
@@ -113,9 +120,11 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if name == "int8":
-        raise Unsupported("dtype int8 is not available in this build", field="dtype")
+        if device.type != "cpu":
+            raise Unsupported("dtype int8 runs on a CPU only; take bfloat16 on a GPU", field="dtype")
+        return torch.float32
     if name not in _DTYPES:
-        raise InvalidRequest(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}", field="dtype")
+        raise InvalidRequest(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}, int8", field="dtype")
     return _DTYPES[name]
 
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from specdec.engine.base import SequenceSlice
+from specdec.engine.block_manager import blocks_for
 from specdec.engine.sequence import Sequence
 from specdec.types import DrawRule, ProposeRequest, Round, TokenIds, VerifyRequest
 
@@ -101,6 +103,17 @@ class Job:
     def finish(self, answer: Any) -> None:
         """Ends the job; `answer` is stored under the idempotency key and sent to whoever waits."""
         self.answer = answer
+
+
+def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> SequenceSlice:
+    """The next `num_tokens` tokens without KV, as a part of a step."""
+    start, end = sequence.kv_len, sequence.kv_len + num_tokens
+    return SequenceSlice(
+        token_ids=tuple(sequence.token_ids[start:end].tolist()),
+        start=start,
+        block_table=tuple(sequence.block_table[: blocks_for(end)]),
+        num_logit_rows=num_logit_rows,
+    )
 
 
 def split_lawless(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], list[Job], torch.Tensor]:

@@ -83,6 +83,13 @@ class KvCache:
             LayerKv(shape, _zeros(num_blocks, BLOCK_TOKENS * shape.row_width, dtype, device)) for shape in shapes
         ]
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, (from, to) each, in every layer; all are read before any is written."""
+        device = self.layers[0].blocks.device
+        sources, destinations = torch.tensor(copies, dtype=torch.int64, device=device).unbind(-1)
+        for layer in self.layers:
+            layer.blocks.index_copy_(0, destinations, layer.blocks.index_select(0, sources))
+
 
 def block_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""

@@ -90,6 +90,13 @@ def greedy_choices(logits: torch.Tensor, contexts: Sequence[LawContext]) -> list
     return choices
 
 
+def processed_logits(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch.Tensor:
+    """Logits after bias, penalties and masks, float64 [R, V]; what `greedy_choices` chooses by."""
+    scores = logits.to(torch.float64, copy=True)
+    _process_logits(scores, contexts)
+    return scores
+
+
 def filtered_laws(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch.Tensor:
     """The law of each row; the batched `specdec.core.filters.filtered_law`.
 
@@ -100,8 +107,7 @@ def filtered_laws(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch
     Returns:
         float64 [R, V], rows sum to 1; one-hot where greedy.
     """
-    scores = logits.to(torch.float64, copy=True)  # [R, V]
-    _process_logits(scores, contexts)
+    scores = processed_logits(logits, contexts)  # [R, V]
     params = [context.law for context in contexts]
     greedy = [row for row, law in enumerate(params) if law.is_greedy]
     dense = [row for row, law in enumerate(params) if not law.is_greedy and law.top_k == 0 and law.top_p >= 1.0]

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, 
 
 from specdec.engine.attention import PagedContext
 from specdec.engine.batch import StepBatch
-from specdec.engine.projection import Projection, fuse_linears, keeps_both_layouts
+from specdec.engine.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -25,18 +25,17 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 class LlamaStack:
     """`engine.model_runner.ForwardPass` of a Llama, Mistral, Qwen 2 or Qwen 3 model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kinds: ProjectionKinds) -> None:
         """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
         inner = model.model
-        both_layouts = keeps_both_layouts(model)
         self._embedding = inner.embed_tokens.weight.detach()
         self._rotary = inner.rotary_emb
         self._norm = _RmsNorm(inner.norm)
         self._layers = []
         for index in range(len(inner.layers)):
-            self._layers.append(_Layer(inner.layers[index], index, both_layouts))
+            self._layers.append(_Layer(inner.layers[index], index, kinds.inner))
             inner.layers[index] = nn.Identity()
-        self._head = Projection(model.lm_head.weight, model.lm_head.bias, both_layouts=both_layouts)
+        self._head = kinds.head(model.lm_head.weight, model.lm_head.bias)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -87,7 +86,7 @@ class _RmsNorm:
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, layer: nn.Module, index: int, both_layouts: bool) -> None:
+    def __init__(self, layer: nn.Module, index: int, make: ProjectionMaker) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
         self._head_dim = attention.head_dim
@@ -96,10 +95,10 @@ class _Layer:
         self._scaling = attention.scaling
         self._attention_norm = _RmsNorm(layer.input_layernorm)
         self._mlp_norm = _RmsNorm(layer.post_attention_layernorm)
-        self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), both_layouts=both_layouts)
-        self._output = Projection(attention.o_proj.weight, attention.o_proj.bias, both_layouts=both_layouts)
-        self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), both_layouts=both_layouts)
-        self._down = Projection(mlp.down_proj.weight, mlp.down_proj.bias, both_layouts=both_layouts)
+        self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
+        self._output = make(attention.o_proj.weight, attention.o_proj.bias)
+        self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
+        self._down = make(mlp.down_proj.weight, mlp.down_proj.bias)
         self._width = mlp.gate_proj.out_features
         self._activation = mlp.act_fn
         self._qk_norm = None

@@ -7,7 +7,8 @@
 
 All state below belongs to the device thread. The asyncio side only appends to the inbox under its condition and reads
 a few numbers for `load()`. No forward pass ever runs on the event loop, and the thread sleeps when there is nothing to
-do.
+do. What a service does ahead of its calls (`ahead`) gets the steps in which no call could run, so a call waits for at
+most one of them.
 
 Not here: what the logits mean (`Program`), which tokens run (`scheduler`), what is here already (`sessions`), how
 answers get back (`delivery`). Called by the draft service's proposer and the target service's verifier.
@@ -28,10 +29,11 @@ from typing import Any
 
 import torch
 
-from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.block_manager import BlockManager, blocks_for
+from specdec.engine.ahead import Ahead, Branch
+from specdec.engine.base import StepPlan, Worker
+from specdec.engine.block_manager import BlockManager
 from specdec.engine.delivery import Outbox, Waiter
-from specdec.engine.job import Call, Job, Program, split_lawless
+from specdec.engine.job import Call, Job, Program, slice_of, split_lawless
 from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, Chunk, Scheduler
 from specdec.engine.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions import DEFAULT_PIN_TTL_S, SessionTable
@@ -62,9 +64,12 @@ class EngineLoop:
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
         pin_ttl_s: float = DEFAULT_PIN_TTL_S,
         clock: Callable[[], float] = time.monotonic,
+        ahead: Ahead | None = None,
     ) -> None:
+        """Starts the thread. `ahead` is what the service does while no call runs; None: nothing."""
         self._worker = worker
         self._program = program
+        self._ahead = ahead or Ahead()
         self._clock = clock
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
@@ -142,12 +147,20 @@ class EngineLoop:
         return 0 if sequence is None else sequence.kv_len
 
     def check_integrity(self) -> None:
-        """Checks the books; only while no call is in flight, or after `close`.
+        """Checks the books, between two steps; only while no call is in flight, or after `close`.
 
         Raises:
             RuntimeError: a block is owned otherwise than counted.
         """
-        self._sessions.check_integrity()
+        checked: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._wake:
+            is_open = not self._closing
+            if is_open:
+                self._post(functools.partial(self._check, checked))
+        if is_open:
+            checked.result()
+        else:
+            self._sessions.check_integrity()
 
     def _post(self, command: Callable[[], None]) -> None:
         """Gives the device thread something to do; `_wake` is held."""
@@ -176,6 +189,8 @@ class EngineLoop:
                 self._start_waiting()
                 if self._running:
                     self._step()
+                elif self._outbox.is_empty:  # answers leave first
+                    self._step_ahead()
                 self._outbox.deliver()
 
     def _end(self) -> None:
@@ -196,9 +211,19 @@ class EngineLoop:
             while not self._inbox and not self._jobs:
                 if self._closing:
                     return None
+                if self._ahead.has_work():
+                    break
                 self._wake.wait()
             commands, self._inbox = self._inbox, []
             return commands
+
+    def _check(self, checked: concurrent.futures.Future[None]) -> None:
+        try:
+            self._sessions.check_integrity()
+        except RuntimeError as error:
+            checked.set_exception(error)
+        else:
+            checked.set_result(None)
 
     def _admit(self, call: Call, waiter: Waiter, arrival_s: float) -> None:
         if waiter.future.cancelled():
@@ -230,11 +255,27 @@ class EngineLoop:
                 return
         if job is not None:
             self._remove(job, StaleEpoch(f"superseded by a newer call of session {sequence.session_id}"))
-        self._sessions.align(sequence, call.round, call.draft_token_ids)
+        knows_start = self._sessions.knows_start(sequence, call.round)
+        branch = self._ahead.take(sequence, call) if knows_start else None
+        if branch is None:
+            self._sessions.align(sequence, call.round, call.draft_token_ids)
+        else:
+            self._sessions.adopt_fork(sequence, call.round, branch.job.sequence)
         job = Job(call, sequence, arrival_step=self._scheduler.num_steps, arrival_s=arrival_s, clock=self._clock)
         self._jobs[sequence.session_id] = job
         self._waiters[job] = [waiter]
         self._waiting.append(job)
+        if branch is not None:
+            self._resume(job, branch)
+
+    def _resume(self, job: Job, branch: Branch) -> None:
+        """Goes on from a branch that assumed the job's call; often it is answered by that."""
+        committed_len = job.call.round.committed_len
+        job.num_cached_tokens = committed_len
+        self._ahead.resume(job, branch)
+        self._sessions.publish(job.sequence, committed_len)
+        if job.answer is not None:
+            self._finish(job)
 
     def _start_waiting(self) -> None:
         """Lets jobs run in order of arrival as far as KV blocks go; refuses one that only pins keep from running."""
@@ -248,7 +289,7 @@ class EngineLoop:
             except ResourceExhausted as error:
                 self._remove(job, error)
             else:
-                job.num_cached_tokens = job.kv_len
+                job.num_cached_tokens = min(job.kv_len, job.call.round.committed_len)
                 self._running.append(self._waiting.popleft())
 
     def _reserve(self, job: Job) -> bool:
@@ -275,11 +316,29 @@ class EngineLoop:
             return
         for job in jobs:
             if job.answer is not None:
-                self._sessions.store_answer(job.sequence, StoredAnswer(job.call.digest, job.answer))
-                self._remove(job, job.answer)
+                self._finish(job)
+
+    def _step_ahead(self) -> None:
+        """Runs one step of branches. If it crashes they all end: they wrote to no block that a session owns."""
+        try:
+            branches = self._ahead.next_step(self._sessions)
+            if not branches:
+                return
+            slices = tuple(slice_of(branch.job.sequence, branch.job.num_pending, 1) for branch in branches)
+            copies = tuple(branch.block_copy for branch in branches if branch.block_copy is not None)
+            logits = self._worker.execute(StepPlan(slices, copies))
+            for branch in branches:
+                branch.note_run()
+            self._ahead.advance(branches, logits, self._sessions)
+        except Exception:
+            _log.exception("a step of branches failed")
+            self._sessions.end_forks()
 
     def _run_chunks(self, jobs: list[Job], chunks: list[Chunk]) -> None:
-        slices = tuple(_slice(job.sequence, chunk) for job, chunk in zip(jobs, chunks, strict=True))
+        slices = tuple(
+            slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
+            for job, chunk in zip(jobs, chunks, strict=True)
+        )
         logits = self._worker.execute(StepPlan(slices))
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
@@ -294,6 +353,12 @@ class EngineLoop:
         # Last, and not after a chunk that asked for no logits: until they are read nobody knows that a pass was good.
         for job in ready:
             self._sessions.publish(job.sequence, job.call.round.committed_len)
+
+    def _finish(self, job: Job) -> None:
+        """Stores a job's answer and sends it."""
+        self._sessions.store_answer(job.sequence, StoredAnswer(job.call.digest, job.answer))
+        self._remove(job, job.answer)
+        self._ahead.note_answered(job)
 
     def _fail(self, job: Job, reason: str) -> None:
         """Ends a job whose KV is not to be trusted."""
@@ -325,13 +390,3 @@ class EngineLoop:
                 self._remove(job, KvMiss(f"session {session_id} was released; send from 0 on", have=0))
             self._sessions.release(session_id)
         self._outbox.put(waiter, None)
-
-
-def _slice(sequence: Sequence, chunk: Chunk) -> SequenceSlice:
-    start, end = sequence.kv_len, sequence.kv_len + chunk.num_tokens
-    return SequenceSlice(
-        token_ids=tuple(sequence.token_ids[start:end].tolist()),
-        start=start,
-        block_table=tuple(sequence.block_table[: blocks_for(end)]),
-        num_logit_rows=chunk.num_logit_rows,
-    )

@@ -66,6 +66,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
         with torch.inference_mode():
+            if plan.block_copies:
+                self._cache.copy_blocks(plan.block_copies)
             batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
             context = PagedContext(batch, self._cache, self._kind_of_layer)
             logits = self._forward(batch, context)[:, : self.shape.vocabulary_size]

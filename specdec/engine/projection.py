@@ -9,10 +9,14 @@ rounding alone. Called by `engine.hf_adapter` and `engine.llama_stack`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.engine.int8_projection import Int8Projection
 
 # Up to this many rows the transposed layout is the faster one.
 _FEW_ROWS = 2
@@ -62,6 +66,10 @@ class Projection(nn.Module):
         return self.blocked is None or (self.weight_t is not None and x.numel() <= _FEW_ROWS * self.in_features)
 
 
+AnyProjection = Projection | Int8Projection
+ProjectionMaker = Callable[[torch.Tensor, torch.Tensor | None], AnyProjection]
+
+
 def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
     """oneDNN's layout of a weight; None where the product would not use it."""
     if weight.device.type != "cpu" or weight.dtype == torch.float16 or not torch.backends.mkldnn.is_available():
@@ -74,18 +82,29 @@ def keeps_both_layouts(model: nn.Module) -> bool:
     return sum(parameter.nbytes for parameter in model.parameters()) <= _BOTH_LAYOUTS_BYTES
 
 
-def fuse_linears(linears: Sequence[nn.Linear], *, both_layouts: bool) -> Projection:
+@dataclass(frozen=True, slots=True)
+class ProjectionKinds:
+    """How a model's linear layers are stored: each makes a projection of a weight and a bias."""
+
+    inner: ProjectionMaker
+    """Of the layers."""
+    head: ProjectionMaker
+    """Of the logits."""
+
+
+def fuse_linears(linears: Sequence[nn.Linear], make: ProjectionMaker) -> AnyProjection:
     """One projection whose outputs are those of several that share their input, side by side."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias for linear in linears]
     bias = None if any(bias is None for bias in biases) else torch.cat([bias.detach() for bias in biases])
-    return Projection(weight, bias, both_layouts=both_layouts)
+    return make(weight, bias)
 
 
-def relayout_linears(model: nn.Module) -> None:
+def relayout_linears(model: PreTrainedModel, kinds: ProjectionKinds) -> None:
     """Replaces a model's `nn.Linear` modules by projections; a weight tied to an embedding stays beside its copy."""
-    both_layouts = keeps_both_layouts(model)
+    head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, Projection(child.weight, child.bias, both_layouts=both_layouts))
+                make = kinds.head if child is head else kinds.inner
+                setattr(parent, name, make(child.weight, child.bias))

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 import specdec
+from specdec.engine.ahead import Ahead
 from specdec.engine.base import Worker
 from specdec.engine.job import Program
 from specdec.engine.loop import EngineLoop
@@ -45,11 +46,11 @@ class ReplicaEngine:
     role: ClassVar[str]
     """draft | target."""
 
-    def __init__(self, worker: Worker, program: Program, options: ReplicaOptions) -> None:
-        """Starts the device thread, which alone uses `worker` from now on."""
+    def __init__(self, worker: Worker, program: Program, options: ReplicaOptions, ahead: Ahead | None = None) -> None:
+        """Starts the device thread, which alone uses `worker` from now on; `ahead` as in `EngineLoop`."""
         self._shape = worker.shape
         self._options = options
-        self._engine_loop = EngineLoop(worker, program, max_step_tokens=options.max_step_tokens)
+        self._engine_loop = EngineLoop(worker, program, max_step_tokens=options.max_step_tokens, ahead=ahead)
 
     async def release(self, session_ids: list[str]) -> None:
         """Frees sessions' KV. Idempotent; unknown ids are fine."""

@@ -8,24 +8,36 @@ the coordinator's, in `specdec.core`). Called by the proposer and the verifier, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_likeliest
-from specdec.engine.laws import LawContext, filtered_laws, greedy_choices, likeliest, row_and_column, split_batches
+from specdec.engine.laws import (
+    LawContext,
+    filtered_laws,
+    greedy_choices,
+    likeliest,
+    processed_logits,
+    row_and_column,
+    split_batches,
+)
 from specdec.types import LawRow, LogitRow, Support, TokenIds
 
 __all__ = [
     "LawContext",
     "coupled_choices",
+    "coupled_scores",
     "cut_supports",
     "filtered_laws",
     "greedy_choices",
     "gumbel_noise",
     "law_rows",
+    "likeliest",
     "logit_rows",
+    "processed_logits",
     "split_batches",
 ]
 
@@ -35,9 +47,22 @@ _FIRST_CANDIDATES = 512
 #: Tokens per partial sum when z is drawn.
 _TAIL_BLOCK = 512
 
-#: Entries whose noise is made at once: bounds working memory, and on a CPU keeps it in cache.
-_NOISE_CHUNK_CPU = 1 << 16
-_NOISE_CHUNK_ACCELERATOR = 1 << 23
+#: Pairs of tokens whose noise is bounded at once: limits working memory, and on a CPU keeps it in cache.
+_NOISE_CHUNK_CPU = 1 << 14
+_NOISE_CHUNK_ACCELERATOR = 1 << 22
+
+#: Up to here, finding out who may win costs more than the logarithms it saves.
+_FEW_ENTRIES = 1 << 13
+
+#: A law with mass on fewer tokens than one in this many is looked at entry by entry.
+_SPARSE_ONE_IN = 4
+
+#: Relative; rounding costs about 1e-14.
+_BOUND_SLACK = 1e-9
+
+_WORD_RANGE = float(1 << 32)
+# 1 - u is at least half a step of the 52-bit grid: 2^-53, in units of 2^-32.
+_SMALLEST_GAP = 2.0**-21
 
 
 def cut_supports(laws: torch.Tensor, s_max: int, coverage: float = DEFAULT_COVERAGE) -> list[tuple[Support, float]]:
@@ -113,20 +138,100 @@ def coupled_choices(
     Returns:
         The chosen ids and their probabilities.
     """
-    scores = torch.full_like(laws, -torch.inf)  # [R, V]
+    keys = _noise_keys(seeds, turns, positions, laws.device)
+    rows, ids = _possible_winners(laws, keys)
+    scores = _entry_scores(laws, keys, rows, ids).cpu().numpy()
+    rows, ids = rows.cpu().numpy(), ids.cpu().numpy()
+    first = np.searchsorted(rows, np.arange(len(laws) + 1))
+    choices = [int(ids[start + np.argmax(scores[start:end])]) for start, end in pairwise(first)]
+    chosen = torch.tensor(choices, device=laws.device)[:, None]
+    return choices, laws.gather(-1, chosen)[:, 0].tolist()
+
+
+def coupled_scores(
+    laws: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """log law + keyed Gumbel noise, float64 [R, V]; -inf where the law is 0. Arguments as in `coupled_choices`.
+
+    For those who want more than the likeliest: a logarithm for each entry with mass, where `coupled_choices` needs few.
+    """
+    keys = _noise_keys(seeds, turns, positions, laws.device)
+    scores = torch.full_like(laws, -torch.inf)
     rows, ids = laws.nonzero(as_tuple=True)  # noise only where there is mass
-    keys = torch.tensor(
-        [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)],
-        dtype=torch.int64,
-        device=laws.device,
-    )  # [R, 4]
     chunk = _NOISE_CHUNK_CPU if laws.device.type == "cpu" else _NOISE_CHUNK_ACCELERATOR
     for start in range(0, len(rows), chunk):
-        part = slice(start, start + chunk)
-        where = (rows[part], ids[part])
-        scores[where] = laws[where].log_() + gumbel_noise(keys[rows[part]], ids[part])
-    choices = scores.argmax(dim=-1)
-    return choices.tolist(), laws.gather(-1, choices[:, None])[:, 0].tolist()
+        row, token_ids = rows[start : start + chunk], ids[start : start + chunk]
+        scores[row, token_ids] = _entry_scores(laws, keys, row, token_ids)
+    return scores
+
+
+def _noise_keys(
+    seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """What each row's noise is keyed by, int64 [R, 4]: low and high word of the seed, turn, position."""
+    return torch.tensor(
+        [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)],
+        dtype=torch.int64,
+        device=device,
+    )
+
+
+def _possible_winners(laws: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and ids of the entries that may win their row, row by row, ids ascending: at least one of each row."""
+    if laws.numel() <= _FEW_ENTRIES:
+        return laws.nonzero(as_tuple=True)
+    bounds = _score_bounds(laws, keys)  # [R, V]
+    likely = bounds.argmax(dim=-1)
+    reached = _entry_scores(laws, keys, torch.arange(len(laws), device=laws.device), likely).exp_()
+    # No other token can win; the slack is for rounding, here and in the exponential.
+    return (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
+
+
+def _entry_scores(laws: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """log law + noise of single entries, float64 [N]; `keys` int64 [R, 4], `rows` and `token_ids` int64 [N]."""
+    return laws[rows, token_ids].log_() + gumbel_noise(keys[rows], token_ids)
+
+
+def _score_bounds(laws: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What exp(log law + noise) is at most, without a logarithm: float64 [R, V], 0 where the law is.
+
+    exp(noise) = 1 / -log(u) <= 1 / (1 - u), which is tight where it matters: a token seldom wins but with u near 1.
+    """
+    num_tokens = laws.shape[-1]
+    bounds = torch.zeros_like(laws)
+    chunk = _NOISE_CHUNK_CPU if laws.device.type == "cpu" else _NOISE_CHUNK_ACCELERATOR
+    is_sparse = (laws > 0).sum(dim=-1) * _SPARSE_ONE_IN < num_tokens
+    rows, ids = ((laws > 0) & is_sparse[:, None]).nonzero(as_tuple=True)
+    for start in range(0, len(rows), chunk):
+        row, token_ids = rows[start : start + chunk], ids[start : start + chunk]
+        even, odd = _gaps(keys[row].unbind(-1), token_ids >> 1)
+        bounds[row, token_ids] = laws[row, token_ids] / torch.where((token_ids & 1).bool(), odd, even)
+    dense = (~is_sparse).nonzero()[:, 0]
+    pairs = torch.arange(-(-num_tokens // 2), device=laws.device)
+    at_once = max(1, chunk // len(pairs))
+    for first in range(0, len(dense), at_once):
+        row = dense[first : first + at_once]
+        words = keys[row][:, None, :].unbind(-1)  # [rows, 1] each
+        for start in range(0, len(pairs), chunk):
+            end = min(start + chunk, len(pairs))
+            gaps = torch.stack(_gaps(words, pairs[None, start:end]), dim=-1).flatten(1)  # [rows, tokens]
+            part = slice(2 * start, min(2 * end, num_tokens))
+            bounds[row, part] = laws[row, part] / gaps[:, : part.stop - part.start]
+    return bounds
+
+
+def _gaps(key: Sequence[torch.Tensor], pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What 1 - u is at least for the even and the odd id of each pair, float64, never 0.
+
+    Read off the upper 32 of the 52 bits; `key` is the seed's low and high word, turn and position.
+    """
+    low_seed, high_seed, turn, position = key
+    words = philox4x32((turn, position, pairs, int(Stream.COUPLED)), (low_seed, high_seed))
+    even, odd = (
+        words[index].neg().to(torch.float64).add_(_WORD_RANGE - 1.0 + _SMALLEST_GAP).mul_(1.0 / _WORD_RANGE)
+        for index in (0, 2)
+    )
+    return even, odd
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,10 @@ Tokens are committed ones first, then the draft tokens of the call in work. Betw
     0 ........ published ........ kv_len ........ len(sequence)
     | shared, immutable | private  |  not run yet  |
 
+A fork is the same session as it may go on. It shares the full blocks before the point where it parts and owns what
+follows. Forks live only while their root stands still: whatever changes the root's tokens or blocks ends them first, so
+a shared block is never written while two read it.
+
 Not here: the decision what to keep (`sessions`), which blocks exist (`block_manager`), tensors. Device thread only.
 """
 
@@ -48,6 +52,10 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_published = 0
         """Leading blocks that are published or adopted: never written again."""
+        self.forks: list[Sequence] = []
+        """Of a root: every fork that lives, forks of forks too."""
+        self.root: Sequence | None = None
+        """Of a fork that lives: the session's own sequence."""
         self._tokens: TokenIds = np.empty(0, dtype=np.uint32)
         self._len = 0
         self._hasher = ChainHasher()
@@ -81,6 +89,7 @@ class Sequence:
         Inside a published block, which must not be written again, KV is forgotten from the block's start on: those
         few tokens stay known and run again into a block of the session's own.
         """
+        self.end_forks(blocks)
         self._len = min(self._len, length)
         self.confirmed_len = min(self.confirmed_len, self._len)
         if len(self._hasher) > self._len:
@@ -97,6 +106,7 @@ class Sequence:
 
     def drop_kv(self, blocks: BlockManager) -> None:
         """Gives every block back but keeps the tokens: they run again."""
+        self.end_forks(blocks)
         blocks.free(self.block_table)
         self.kv_len = self.num_published = 0
 
@@ -104,6 +114,46 @@ class Sequence:
         """Drops every token, every block and the stored answer; the newest round's key stays."""
         self.truncate_to(0, blocks)
         self.answer = None
+
+    def fork(self, length: int, capacity: int, blocks: BlockManager) -> Sequence | None:
+        """A fork that parts after `length` tokens, all with KV, and has room for `capacity`.
+
+        Where `length` lies inside a block, the fork's own block must be given that block's contents before it is read
+        or written: the pair `(self.block_table[i], fork.block_table[i])` of `i = length // BLOCK_TOKENS`.
+
+        Returns:
+            None, with nothing changed, when too few blocks are available.
+        """
+        fork = Sequence(self.session_id)
+        num_shared = length // BLOCK_TOKENS
+        blocks.share(fork.block_table, self.block_table[:num_shared])
+        if not blocks.grow(fork.block_table, capacity):
+            blocks.free(fork.block_table)
+            return None
+        fork.append(self.token_ids[:length])
+        fork.kv_len = length
+        fork.num_published = min(self.num_published, num_shared)
+        fork.root = self if self.root is None else self.root
+        fork.root.forks.append(fork)
+        return fork
+
+    def become(self, fork: Sequence, blocks: BlockManager) -> None:
+        """Goes on as `fork`, one of this root's: its tokens and blocks replace ours, and every fork ends."""
+        common = min(len(self), len(fork))
+        parted = np.flatnonzero(self.token_ids[:common] != fork.token_ids[:common])
+        self._hasher.truncate(min(len(self._hasher), int(parted[0]) if len(parted) else common))
+        blocks.free(self.block_table)
+        self.block_table, fork.block_table = fork.block_table, []
+        self._tokens, self._len = fork._tokens, fork._len
+        self.kv_len, self.num_published = fork.kv_len, fork.num_published
+        self.end_forks(blocks)
+
+    def end_forks(self, blocks: BlockManager) -> None:
+        """Gives back what forks own and lets none of them go on."""
+        for fork in self.forks:
+            blocks.free(fork.block_table)
+            fork.root = None
+        self.forks.clear()
 
     def hash_at(self, length: int) -> bytes:
         """Chain hash of the first `length` tokens; `length` is at most `len(self)`."""

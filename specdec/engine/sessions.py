@@ -28,6 +28,9 @@ from specdec.types import BLOCK_TOKENS, Round, TokenIds
 #: How long a miss keeps a session's blocks from eviction while the caller sends the tokens again.
 DEFAULT_PIN_TTL_S = 5.0
 
+#: One part in this many of the pool is never given to forks: they must not crowd out sessions or the prefix cache.
+_SPARE_SHARE = 4
+
 #: Sessions remembered, with or without KV; the least recently used idle ones go first.
 DEFAULT_MAX_SESSIONS = 4096
 
@@ -90,9 +93,7 @@ class SessionTable:
             KvMiss: the session's first `start` tokens are not known here; its blocks are pinned until the resend.
         """
         self._advance_key(sequence, request)
-        if request.start > sequence.kv_len or (
-            request.start > 0 and sequence.hash_at(request.start) != request.prefix_hash
-        ):
+        if not self.knows_start(sequence, request):
             self._miss(sequence, request)
         sequence.pinned_until_s = float("-inf")
         keep = request.start + _common_length(sequence.token_ids[request.start :], request.token_ids)
@@ -102,13 +103,43 @@ class SessionTable:
         sequence.append(draft_token_ids)
         sequence.in_flight = True
 
+    def knows_start(self, sequence: Sequence, request: Round) -> bool:
+        """Whether the session's first `start` tokens are the ones held here, with KV."""
+        return request.start == 0 or (
+            request.start <= sequence.kv_len and sequence.hash_at(request.start) == request.prefix_hash
+        )
+
+    def fork(self, sequence: Sequence, length: int, capacity: int) -> Sequence | None:
+        """Forks a sequence, or a fork of it, after `length` tokens, with room for `capacity`; see `Sequence.fork`.
+
+        Returns:
+            None where blocks are short: sessions come first.
+        """
+        num_new = blocks_for(capacity) - length // BLOCK_TOKENS
+        if self._blocks.num_available - num_new < self._blocks.num_blocks // _SPARE_SHARE:
+            return None
+        return sequence.fork(length, capacity, self._blocks)
+
+    def adopt_fork(self, sequence: Sequence, request: Round, fork: Sequence) -> None:
+        """Begins a call as `align` does, but on a fork that holds the call's tokens and some after them, with KV."""
+        self._advance_key(sequence, request)
+        sequence.pinned_until_s = float("-inf")
+        sequence.become(fork, self._blocks)
+        sequence.confirmed_len = request.committed_len
+        sequence.in_flight = True
+
+    def end_forks(self) -> None:
+        """Ends the forks of every session."""
+        for sequence in self._sessions.values():
+            sequence.end_forks(self._blocks)
+
     def reserve(
         self, sequence: Sequence, *, committed_len: int, max_kv_len: int, preemptable: Iterable[Sequence] = ()
     ) -> bool:
         """Gives `sequence` published blocks for its committed tokens and fresh ones for up to `max_kv_len` tokens.
 
-        Blocks are taken from idle sessions, least recently used first, then from the `preemptable` ones: aligned
-        sessions that do not run yet. Those keep their tokens and run them again.
+        Blocks are taken from all forks, then from idle sessions, least recently used first, then from the
+        `preemptable` ones: aligned sessions that do not run yet. Those keep their tokens and run them again.
 
         Returns:
             False when blocks must first be given back by running calls, or by pins.
@@ -124,6 +155,9 @@ class SessionTable:
             )
         # At least the last committed token must run, because its logits are always wanted.
         sequence.adopt_published(committed_len - 1, self._blocks)
+        if self._blocks.grow(sequence.block_table, max_kv_len):
+            return True
+        self.end_forks()
         if self._blocks.grow(sequence.block_table, max_kv_len):
             return True
         now_s = self._clock()
@@ -181,7 +215,11 @@ class SessionTable:
         Raises:
             RuntimeError: they are not.
         """
-        self._blocks.check_integrity([sequence.block_table for sequence in self._sessions.values()])
+        forks = [fork for sequence in self._sessions.values() for fork in sequence.forks]
+        self._blocks.check_integrity([owner.block_table for owner in (*self._sessions.values(), *forks)])
+        for fork in forks:
+            if fork.root is None or not fork.kv_len <= min(len(fork), len(fork.block_table) * BLOCK_TOKENS):
+                raise RuntimeError(f"a fork of session {fork.session_id} has outlived its root or its room")
         for sequence in self._sessions.values():
             published = sequence.num_published * BLOCK_TOKENS
             capacity = len(sequence.block_table) * BLOCK_TOKENS

@@ -200,6 +200,16 @@ class EngineMetrics:
             "specdec:call_failures", "Calls that failed, by reason.", (*self._labels, "reason"), registry=self.registry
         )
 
+        self._predraft_rounds = Counter(
+            "specdec:predraft_rounds",
+            "Answered rounds with branches, by what the next call made of them: hit, extended, miss or unasked.",
+            (*self._labels, "outcome"),
+            registry=self.registry,
+        )
+        self._branches = self._bound(Counter, "predraft_branches", "Outcomes of rounds drafted before they were known.")
+        self._wasted = self._bound(Counter, "predraft_branches_wasted", "Branches that no call wanted.")
+        self._branch_tokens = self._bound(Counter, "predraft_tokens", "Draft tokens made in branches, wanted or not.")
+
     def watch_load(self, load: Callable[[], _Load]) -> None:
         """Reads KV usage and session count from `load` whenever metrics are scraped."""
         self.registry.register(_LoadCollector(load, self._labels))
@@ -229,6 +239,20 @@ class EngineMetrics:
         """A forward pass was run. Callable from any thread."""
         self._step_sequences.observe(num_sequences)
         self._step_tokens.observe(num_tokens)
+
+    def observe_predraft(self, *, outcome: str, num_branches: int, num_wasted: int, num_tokens: int) -> None:
+        """The branches of an answered round ended. Callable from any thread.
+
+        Args:
+            outcome: hit, extended (a hit drafted further), miss or unasked.
+            num_branches: how many there were.
+            num_wasted: how many of them no call wanted.
+            num_tokens: draft tokens they made.
+        """
+        self._predraft_rounds.labels(**self._labels, outcome=outcome).inc()
+        self._branches.inc(num_branches)
+        self._wasted.inc(num_wasted)
+        self._branch_tokens.inc(num_tokens)
 
     def _bound(self, kind: type[Any], name: str, text: str, buckets: Sequence[float] | None = None) -> Any:
         options = {} if buckets is None else {"buckets": buckets}

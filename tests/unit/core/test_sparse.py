@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdec.core.coupling import coupled_choice
-from specdec.core.random import DrawKey
+from specdec.core.random import DrawKey, gumbel_noise
 from specdec.core.sparse import cut_support, default_s_max, draw_from_support, integer_weights, law_row
-from specdec.engine.sampling import coupled_choices, cut_supports, law_rows, logit_rows
+from specdec.engine.sampling import coupled_choices, coupled_scores, cut_supports, law_rows, logit_rows
 from specdec.types import LAW_TOTAL
 
 
@@ -121,6 +121,26 @@ def test_torch_coupled_choices_equal_the_reference() -> None:
         for row, choice in enumerate(choices):
             assert choice == coupled_choice(laws[row], seeds[row], turns[row], positions[row])
             assert probabilities[row] == laws[row, choice]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 40_000])
+@pytest.mark.parametrize("share_kept", [1.0, 0.4, 0.01])
+def test_torch_coupled_choices_equal_the_reference_at_any_width(num_tokens: int, share_kept: float) -> None:
+    """Full laws, thinned ones and the few tokens a top-p leaves; flat ones, where many tokens nearly win, too."""
+    rng = np.random.default_rng(num_tokens)
+    laws = rng.dirichlet(np.ones(num_tokens), size=6) ** np.array([[0.0], [0.3], [1.0], [2.0], [4.0], [1.0]])
+    laws *= rng.random(laws.shape) < share_kept
+    laws[:, num_tokens // 2] += 1e-6
+    laws /= laws.sum(axis=-1, keepdims=True)
+    seeds, turns, positions = [1, 2, 3, 1 << 63, 5, 5], [0, 1, 2, 3, 4, 4], [9, 8, 7, 6, 5, 4]
+    choices, _ = coupled_choices(torch.tensor(laws), seeds, turns, positions)
+    assert choices == [coupled_choice(*of_row) for of_row in zip(laws, seeds, turns, positions, strict=True)]
+    scores = coupled_scores(torch.tensor(laws), seeds, turns, positions)
+    assert scores.argmax(dim=-1).tolist() == choices
+    for row, law in enumerate(laws):
+        noise = gumbel_noise(seeds[row], turns[row], positions[row], np.arange(num_tokens, dtype=np.uint32))
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(scores[row], np.log(law) + noise, rtol=1e-12, atol=1e-12)
 
 
 def test_logit_rows_are_the_raw_logits() -> None:

@@ -52,6 +52,10 @@ def test_a_worker_says_what_its_model_is(checkpoint: Path) -> None:
     assert shape.num_kv_blocks == 64 * 256 // BLOCK_TOKENS
 
 
+def test_a_worker_with_int8_weights_says_so(checkpoint: Path) -> None:
+    assert load(checkpoint, dtype="int8").shape.dtype == "int8"
+
+
 def test_several_eos_ids_come_from_the_generation_config(editable: Path) -> None:
     edit_json(editable / "generation_config.json", eos_token_id=[1, 9])
     assert load(editable).shape.eos_token_ids == (1, 9)
@@ -152,7 +156,6 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
     ("options", "error", "message"),
     [
         ({"dtype": "float8"}, InvalidRequest, "dtype 'float8'"),
-        ({"dtype": "int8"}, Unsupported, "int8"),
         ({"device": "toaster"}, InvalidRequest, "device 'toaster' is unknown"),
         ({"device": "mps"}, InvalidRequest, "neither cpu nor cuda"),
         ({"device": "cuda:99"}, InvalidRequest, "not present"),

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from specdec.core.chain import chain_hash
 from specdec.engine.block_manager import BlockManager
 from specdec.engine.sequence import Sequence
 from specdec.engine.sessions import SessionTable
@@ -124,6 +125,54 @@ class SessionTableMachine(RuleBasedStateMachine):
         self.table.release(session_id)
         assert self.table.get(session_id) is None
 
+    @rule(
+        session_id=st.sampled_from(SESSION_IDS),
+        depth=st.integers(0, 3),
+        back=st.integers(0, 20),
+        num_tokens=st.integers(1, 20),
+        token_id=st.integers(4, 7),
+    )
+    def fork(self, session_id, depth, back, num_tokens, token_id):
+        """An idle session, or a fork of it, is forked somewhere behind its end and runs a few tokens."""
+        root = self.table.get(session_id)
+        if root is None or root.in_flight:
+            return
+        source = [root, *root.forks][min(depth, len(root.forks))]
+        length = max(0, source.kv_len - back)
+        fork = self.table.fork(source, length, length + num_tokens)
+        if fork is None:
+            assert self.blocks.num_available < self.num_blocks // 4 + 3
+            return
+        first = length // BLOCK_TOKENS
+        if length % BLOCK_TOKENS:
+            for offset in range(BLOCK_TOKENS):
+                token = self.slots.get(source.block_table[first] * BLOCK_TOKENS + offset)
+                if token is not None:
+                    self.slots[fork.block_table[first] * BLOCK_TOKENS + offset] = token
+        fork.append(np.full(num_tokens, token_id, dtype=np.uint32))
+        self._write(fork, num_tokens)
+
+    @rule(session_id=st.sampled_from(SESSION_IDS), which=st.integers(0, 10), num_drafts=st.integers(0, 5))
+    def adopt(self, session_id, which, num_drafts):
+        """A call that a fork assumed: all its tokens, or all but the last few, are committed."""
+        root = self.table.get(session_id)
+        if root is None or not root.forks:
+            return
+        forks = list(root.forks)
+        fork = forks[which % len(forks)]
+        tokens = fork.token_ids.tolist()
+        committed = tokens[: max(1, len(tokens) - num_drafts)]
+        epoch, round_id = self.keys[session_id]
+        self.keys[session_id] = epoch, round_id + 1
+        request = make_round(committed, session_id=session_id, epoch=epoch, round_id=round_id + 1)
+        self.table.adopt_fork(self.table.fence(request), request, fork)
+        assert root.token_ids.tolist() == tokens
+        assert root.hash_at(len(tokens)) == chain_hash(tokens)
+        assert not root.forks
+        assert all(not other.block_table and other.root is None for other in forks)
+        self.table.publish(root, len(committed))
+        self.table.settle(root)
+
     @rule(seconds=st.sampled_from([1.0, PIN_TTL_S + 1.0]))
     def wait(self, seconds):
         self.now_s += seconds
@@ -138,7 +187,8 @@ class SessionTableMachine(RuleBasedStateMachine):
         for session_id in SESSION_IDS if hasattr(self, "table") else ():
             sequence = self.table.get(session_id)
             if sequence is not None:
-                assert self._read(sequence) == sequence.token_ids[: sequence.kv_len].tolist()
+                for owner in (sequence, *sequence.forks):
+                    assert self._read(owner) == owner.token_ids[: owner.kv_len].tolist()
 
     def _reserve(self, session_id: str) -> bool:
         committed_len, length = self.waiting[session_id]
@@ -156,11 +206,14 @@ class SessionTableMachine(RuleBasedStateMachine):
     def _run(self, session_id: str, num_tokens: int) -> None:
         """Part of a forward pass."""
         sequence = self.table.get(session_id)
+        self._write(sequence, num_tokens)
+        self.table.publish(sequence, self.running[session_id])
+
+    def _write(self, sequence: Sequence, num_tokens: int) -> None:
         for position in range(sequence.kv_len, min(len(sequence), sequence.kv_len + num_tokens)):
             slot = sequence.block_table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
             self.slots[slot] = int(sequence.token_ids[position])
             sequence.kv_len += 1
-        self.table.publish(sequence, self.running[session_id])
 
     def _have(self, request: Round, drafts: TokenIds) -> int | None:
         """Lets a call in; returns what a miss says, or None."""

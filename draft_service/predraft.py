@@ -1,0 +1,320 @@
+"""Drafts a session's next round while the target verifies this one: docs/protocol.md section 6.
+
+When a round of L draft tokens is answered, its outcomes are few: k of them accepted, 0..L, then one token of the
+target's. For each k, and for the F tokens likeliest there, a branch assumes that outcome and drafts from it. What is
+likeliest after k < L is what the draft itself gave at that position, without the token that was rejected; after L it is
+known once the last draft token has run, which the trunk does.
+
+    committed ─┬─ x1 ─┬─ x2 (trunk) ─┬─ t  ▸ branches of k = 2
+               │      └─ t           └─ t'
+               └─ t   └─ t'          ▸ branches of k = 1
+                  ▸ branches of k = 0
+
+The next call names the outcome by the tokens that it says are committed. A branch that assumed exactly those, under the
+same parameters, seed and turn, becomes the session's own sequence and what it drafted is the answer, cut or drafted
+further to the gamma that is asked for; any other ends. Draft tokens are drawn with the keys of the round that they
+belong to, so hit and miss give the same tokens. Nothing about a branch's draft decides whether it is used.
+
+The model and the cut of supports are this process's own and never change, so no key needs to name them.
+
+Not here: laws and draws (`drafting`), how wide to branch (`pace`), steps and blocks (`specdec.engine`). Called by the
+engine loop on the device thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from draft_service.drafting import Draft, DraftProgram, is_complete, proposal_of
+from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
+from specdec.engine.ahead import Ahead, Branch
+from specdec.engine.job import Call, Job, split_lawless
+from specdec.engine.sequence import Sequence
+from specdec.engine.sessions import SessionTable
+from specdec.types import BLOCK_TOKENS, ProposeRequest, Round
+
+#: What a draft must note at each position: the guesses, and the drawn token, which may be one of the likeliest.
+NUM_LIKELIEST = MAX_FAN_OUT + 1
+
+#: Sessions that are drafted ahead at once. A replica that serves more has no idle time to fill.
+MAX_TREES = 8
+
+#: Branches that one step runs: what a call may have to wait for.
+MAX_STEP_BRANCHES = 64
+
+_NO_TOKENS = np.empty(0, dtype=np.uint32)
+
+
+class PredraftObserver(Protocol):
+    """Told how pre-drafting fares; called from the device thread."""
+
+    def observe_predraft(self, *, outcome: str, num_branches: int, num_wasted: int, num_tokens: int) -> None:
+        """The branches of a round ended.
+
+        Args:
+            outcome: hit, extended (one with fewer tokens than were asked for), miss, or unasked (no call came).
+            num_branches: how many there were.
+            num_wasted: how many of them no call wanted.
+            num_tokens: draft tokens they made.
+        """
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Tree:
+    """An answered round and the branches that grow from it."""
+
+    root: Sequence
+    request: ProposeRequest
+    draft: Draft
+    fan_out: int
+    """0: nothing is branched, only times are measured."""
+    answered_s: float
+    is_planted: bool = False
+    trunk: Branch | None = None
+    """Runs the last draft token; until it has, full acceptance has no branches."""
+    branches: list[Branch] = field(default_factory=list)
+    """In the order of their likelihood, as far as that is known."""
+    is_over: bool = False
+    """The next call has come: the tree only waits for its answer, to see how long the round took."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.draft.token_ids)
+
+    @property
+    def has_work(self) -> bool:
+        if self.is_over or not self.fan_out:
+            return False
+        return not self.is_planted or next(self.growing(), None) is not None
+
+    def growing(self) -> Iterator[Branch]:
+        """What has something to run."""
+        if self.trunk is not None and self.trunk.is_alive and self.trunk.job.num_pending:
+            yield self.trunk
+        for branch in self.branches:
+            if branch.is_alive and branch.job.answer is None:
+                yield branch
+
+    def remove(self, jobs: Many[Job]) -> None:
+        """Gives up the branches of `jobs`; their blocks come back with those of the others."""
+        self.branches = [branch for branch in self.branches if branch.job not in jobs]
+        if self.trunk is not None and self.trunk.job in jobs:
+            self.trunk = None
+
+    def assumed(self, asked: Round) -> Branch | None:
+        """The branch that assumed what `asked` says, if it has drafted something."""
+        for branch in self.branches:
+            job = branch.job
+            if (
+                branch.is_alive
+                and _num_drafted(branch)
+                and job.call.round.committed_len == asked.committed_len
+                and np.array_equal(job.token_ids[asked.start : asked.committed_len], asked.token_ids)
+                and _parameters(job.call.round) == _parameters(asked)
+            ):
+                return branch
+        return None
+
+
+class Predrafter(Ahead):
+    """Grows trees of branches between calls."""
+
+    def __init__(
+        self,
+        program: DraftProgram,
+        *,
+        policy: Predraft,
+        max_context_tokens: int,
+        observer: PredraftObserver | None = None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`program` must note the `NUM_LIKELIEST` tokens of each position."""
+        self._program = program
+        self._pace = Pace(policy)
+        self._max_context_tokens = max_context_tokens
+        self._observer = observer
+        self._clock = clock
+        self._trees: OrderedDict[str, Tree] = OrderedDict()  # by session id, the newest last
+        self._step_began_s = 0.0
+        self._step_fan_out = 0
+
+    def has_work(self) -> bool:
+        return any(tree.has_work for tree in self._trees.values())
+
+    def note_answered(self, job: Job) -> None:
+        """Begins a tree; the oldest gives way where there are many."""
+        now_s = self._clock()
+        before = self._trees.pop(job.sequence.session_id, None)
+        if before is not None:
+            self._note_round(before, job.call.round, now_s)
+        draft: Draft = job.progress
+        if len(draft.likeliest) != len(draft.token_ids):
+            return  # drafted in a crowd
+        request: ProposeRequest = job.call.request
+        fan_out = self._pace.choose(request.gamma)
+        self._trees[job.sequence.session_id] = Tree(job.sequence, request, draft, fan_out, now_s)
+        if len(self._trees) > MAX_TREES:
+            _, oldest = self._trees.popitem(last=False)
+            self._end(oldest, None, "unasked")
+
+    def take(self, sequence: Sequence, call: Call) -> Branch | None:
+        """The branch that assumed `call`; see `Ahead.take`."""
+        tree = self._trees.get(sequence.session_id)
+        if tree is None or tree.root is not sequence or tree.is_over:
+            return None
+        if _is_next(tree, call.round):
+            self._pace.observe_wait(self._clock() - tree.answered_s)
+        branch = tree.assumed(call.round)
+        outcome = "miss" if branch is None else "hit" if _suffices(branch, call.request) else "extended"
+        self._end(tree, branch, outcome)
+        return branch
+
+    def resume(self, job: Job, branch: Branch) -> None:
+        """Answers with what the branch drafted, or goes on from there; see `Ahead.resume`."""
+        job.progress = branch.job.progress
+        job.progress.cut(job.call.request.gamma)
+        if is_complete(job):
+            job.finish(proposal_of(job))
+        elif not job.num_pending:
+            job.append(job.progress.token_ids[-1])  # the branch was not asked for more and left its last token out
+
+    def next_step(self, sessions: SessionTable) -> Many[Branch]:
+        """Every branch that grows, of the newest tree first, as far as a step goes."""
+        batch: list[Branch] = []
+        fan_outs: list[int] = []
+        for tree in reversed(self._trees.values()):
+            if tree.has_work and not tree.is_planted:
+                self._plant(tree, sessions)
+            if tree.has_work:
+                batch += tree.growing()
+                fan_outs.append(tree.fan_out)
+        self._step_fan_out = fan_outs[0] if len(fan_outs) == 1 else 0  # of several trees it would say little
+        self._step_began_s = self._clock()
+        return batch[:MAX_STEP_BRANCHES]
+
+    def advance(self, branches: Many[Branch], logits: torch.Tensor, sessions: SessionTable) -> None:
+        """Draws a token for every branch, and branches from the trunks that have run."""
+        jobs, lawless, logits = split_lawless([branch.job for branch in branches], logits)
+        trees = [tree for tree in self._trees.values() if tree.has_work or tree.trunk is not None]
+        for tree in trees if lawless else ():
+            tree.remove(lawless)
+        tree_of_trunk = {tree.trunk.job: tree for tree in trees if tree.trunk is not None}
+        trunk_rows = [row for row, job in enumerate(jobs) if job in tree_of_trunk]
+        branch_rows = [row for row, job in enumerate(jobs) if job not in tree_of_trunk]
+        if branch_rows:
+            self._program.draw([jobs[row] for row in branch_rows], logits[branch_rows])
+        if trunk_rows:
+            trunks = [jobs[row] for row in trunk_rows]
+            for job, guesses in zip(trunks, self._program.guess(trunks, logits[trunk_rows]), strict=True):
+                tree = tree_of_trunk[job]
+                grown = self._branches(tree, job.sequence, tree.num_draft_tokens, guesses, sessions)
+                tree.branches[:0] = grown  # full acceptance first: with a draft that is any good it is the likeliest
+        if self._step_fan_out:
+            self._pace.observe_step(self._step_fan_out, self._clock() - self._step_began_s)
+
+    def _plant(self, tree: Tree, sessions: SessionTable) -> None:
+        """Makes the branches of partial acceptance, and the trunk."""
+        tree.is_planted = True
+        request, draft = tree.request, tree.draft
+        if tree.root.kv_len < request.round.committed_len + tree.num_draft_tokens - 1:
+            return  # the session was released or evicted since
+        if draft.token_ids[-1] not in request.round.law.end_token_ids:
+            tree.trunk = self._trunk(tree, sessions)
+        by_length = []
+        for num_accepted, rejected in enumerate(draft.token_ids):
+            guesses = [token_id for token_id in draft.likeliest[num_accepted] if token_id != rejected]
+            by_length.append(self._branches(tree, tree.root, num_accepted, guesses, sessions))
+        # The first guesses of all lengths, then the second ones: a step may not have room for all.
+        tree.branches = [branch for rank in zip_longest(*by_length) for branch in rank if branch is not None]
+
+    def _trunk(self, tree: Tree, sessions: SessionTable) -> Branch | None:
+        committed_len = tree.request.round.committed_len
+        num_run = committed_len + tree.num_draft_tokens - 1
+        return self._fork(tree.root, num_run, tree.draft.token_ids[-1], tree.request, num_run + 1, sessions)
+
+    def _branches(
+        self, tree: Tree, source: Sequence, num_accepted: int, guesses: list[int], sessions: SessionTable
+    ) -> list[Branch]:
+        """One branch a guess, `fan_out` at most; `source` holds the accepted tokens with KV."""
+        asked = tree.request.round
+        accepted_len = asked.committed_len + num_accepted
+        gamma = min(tree.request.gamma, self._max_context_tokens - accepted_len - 1)
+        if gamma < 1:
+            return []
+        branches = []
+        for token_id in [guess for guess in guesses if guess not in asked.law.end_token_ids][: tree.fan_out]:
+            assumed = replace(
+                asked, start=accepted_len, prefix_hash=b"", token_ids=np.array([token_id], dtype=np.uint32)
+            )
+            request = ProposeRequest(assumed, gamma)
+            branch = self._fork(source, accepted_len, token_id, request, accepted_len + gamma, sessions)
+            if branch is None:
+                break
+            branches.append(branch)
+        return branches
+
+    def _fork(
+        self,
+        source: Sequence,
+        length: int,
+        token_id: int,
+        request: ProposeRequest,
+        max_kv_len: int,
+        sessions: SessionTable,
+    ) -> Branch | None:
+        """A branch that parts from `source` after `length` tokens with `token_id`; None where blocks are short."""
+        fork = sessions.fork(source, length, max_kv_len)
+        if fork is None:
+            return None
+        fork.append(np.array([token_id], dtype=np.uint32))
+        call = Call(request=request, digest=b"", draft_token_ids=_NO_TOKENS, num_logit_rows=1, max_kv_len=max_kv_len)
+        job = Job(call, fork, arrival_step=0, arrival_s=self._clock(), clock=self._clock)
+        index, offset = divmod(length, BLOCK_TOKENS)
+        return Branch(job, (source.block_table[index], fork.block_table[index]) if offset else None)
+
+    def _end(self, tree: Tree, taken: Branch | None, outcome: str) -> None:
+        """Ends a tree's branches; the session table ends their forks."""
+        if self._observer is not None and tree.fan_out:
+            self._observer.observe_predraft(
+                outcome=outcome,
+                num_branches=len(tree.branches),
+                num_wasted=len(tree.branches) - (taken is not None),
+                num_tokens=sum(_num_drafted(branch) for branch in tree.branches),
+            )
+        tree.is_over = True
+        tree.trunk = None
+        tree.branches = []
+
+    def _note_round(self, tree: Tree, answered: Round, now_s: float) -> None:
+        """A session that has a tree was answered again."""
+        if tree.is_over and _is_next(tree, answered):
+            self._pace.observe_round(tree.fan_out, now_s - tree.answered_s)
+
+
+def _is_next(tree: Tree, asked: Round) -> bool:
+    """Whether a round follows directly: anything else says nothing about the pace of rounds."""
+    before = tree.request.round
+    return asked.turn == before.turn and 0 < asked.committed_len - before.committed_len <= tree.num_draft_tokens + 1
+
+
+def _suffices(branch: Branch, request: ProposeRequest) -> bool:
+    """Whether a branch has as many tokens as are asked for, or ends earlier by itself."""
+    return _num_drafted(branch) >= request.gamma or branch.job.progress.token_ids[-1] in request.round.law.end_token_ids
+
+
+def _num_drafted(branch: Branch) -> int:
+    return len(branch.job.progress.token_ids) if branch.job.progress is not None else 0
+
+
+def _parameters(asked: Round) -> tuple[object, ...]:
+    """What a draft depends on besides the committed tokens and gamma."""
+    return asked.law, asked.seed, asked.turn, asked.output_start, asked.draw_rule
