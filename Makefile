@@ -14,9 +14,6 @@ PROTOC_VENV := .venv-proto
 # The oldest grpcio-tools our ranges admit: generated code refuses older runtimes, never newer ones.
 GRPCIO_TOOLS := grpcio-tools==1.74.0
 BUF := npx --yes @bufbuild/buf@1.75.0
-# Two cores are shared by several processes in every test; idle OpenMP threads must not spin.
-export OMP_WAIT_POLICY := PASSIVE
-export KMP_BLOCKTIME := 0
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
@@ -55,7 +52,8 @@ test-full: setup redis  ## the long products as well
 test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
 
-bench: setup  ## all CPU suites: a table, bench/results and plots
+bench: setup redis  ## the latency and wire suites: a table, bench/results and plots
+	$(BIN)/python -m bench wire --json bench/results/wire.json --plot bench/results
 	$(BIN)/python -m bench latency --json bench/results/latency.json --plot bench/results
 
 lint: setup  ## ruff, and buf for the protos where Node is installed

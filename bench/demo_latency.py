@@ -21,7 +21,7 @@ def sampled_rows(num_prompts: int, quick: bool) -> list[Row]:
     """Row 4: our sampling without filters against assisted generation's."""
     prompts = prompt_token_ids(DEMO / "target")[:num_prompts]
     with (
-        RunningSystem(DEMO / "target", DEMO / "draft", NUM_THREADS) as ours,
+        RunningSystem(DEMO / "target", DEMO / "draft") as ours,
         PeerProcess(DEMO / "target", DEMO / "draft", NUM_THREADS) as peer,
     ):
 
@@ -45,8 +45,8 @@ def int8_rows(num_prompts: int, quick: bool) -> list[Row]:
     prompts = prompt_token_ids(DEMO / "target")[:num_prompts]
     try:
         with (
-            RunningSystem(DEMO / "target", DEMO / "draft", NUM_THREADS, dtype="int8") as quantised,
-            RunningSystem(DEMO / "target", DEMO / "draft", NUM_THREADS) as plain,
+            RunningSystem(DEMO / "target", DEMO / "draft", dtype="int8") as quantised,
+            RunningSystem(DEMO / "target", DEMO / "draft") as plain,
         ):
             options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "mode": "off"}
             systems = {

@@ -67,7 +67,7 @@ def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[Rou
     """Every system on every prompt, by turns; and per prompt what a round in its middle is made of."""
     draft_dir = DEMO / "draft"
     with (
-        RunningSystem(target_dir, draft_dir, NUM_THREADS) as ours,
+        RunningSystem(target_dir, draft_dir) as ours,
         PeerProcess(target_dir, draft_dir, NUM_THREADS) as peer,
         BareProcess(target_dir, draft_dir, NUM_THREADS) as bare,
     ):

@@ -53,11 +53,12 @@ class SystemRun:
 class RunningSystem:
     """`specdec up` in a child process. Use it by `with`; it is ready once entered."""
 
-    def __init__(self, target_dir: Path, draft_dir: Path, num_threads: int, dtype: str = "float32") -> None:
+    def __init__(self, target_dir: Path, draft_dir: Path, dtype: str = "float32") -> None:
+        """Threads are what `specdec up` chooses by itself: no more than the peers get."""
         models = ["--target", str(target_dir), "--draft", str(draft_dir)]
         self._command = [sys.executable, "-m", "specdec.cli", "up", *models, "--listen", "127.0.0.1:0"]
         self._command += ["--device", "cpu", "--dtype", dtype]
-        self._environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
+        self._environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile("w+")

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
         prompts = prompt_token_ids(target_dir, PROMPT_TOKENS)
         with (
-            RunningSystem(target_dir, DEMO / "draft", NUM_THREADS) as ours,
+            RunningSystem(target_dir, DEMO / "draft") as ours,
             PeerProcess(target_dir, DEMO / "draft", NUM_THREADS) as peer,
             StreamProcess(ours.endpoint) as clients,
         ):

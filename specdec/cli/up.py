@@ -107,9 +107,10 @@ def _redis(args: argparse.Namespace, stack: contextlib.ExitStack) -> str:
 def _replicas(
     role: str, count: int, model: str, args: argparse.Namespace, redis_url: str, environ: Mapping[str, str]
 ) -> list[Child]:
-    # Draft and target work by turns, so each role may use every core; idle OpenMP threads must not spin meanwhile.
-    num_threads = max(1, (os.cpu_count() or 1) // max(1, count))
-    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": str(num_threads), **environ}
+    # Draft and target work by turns, so each role may use every core but one: coordinator, store and client run beside
+    # them, and a step waits for its slowest thread. Idle threads spin for microseconds only (docs/LOG.md).
+    num_threads = max(1, ((os.cpu_count() or 1) - 1) // max(1, count))
+    quiet = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": str(num_threads), **environ}
     return [
         Child(
             f"{role}-{index}",
