@@ -45,13 +45,12 @@ def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Pat
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
     # Imported late: the hub client takes a third of a second to load, and local directories never need it.
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
+    # Whatever stops the hub client (its own errors, its HTTP library's, the disk's) means the same to the caller.
+    except Exception as error:
         raise InvalidRequest(
             f"model {hub_id!r} is neither a directory on this machine nor to be had from the Hugging Face hub "
             f"({type(error).__name__})",
