@@ -6,6 +6,8 @@ it attends (no table of architectures), sizes the KV pool. Called by the service
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,21 +16,26 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.attention import ATTENTION_NAME, register_attention
-from specdec.engine.base import ModelShape
+from specdec.engine.base import ModelShape, Worker
 from specdec.engine.int8_projection import Int8Projection
 from specdec.engine.kv_cache import KvCache, block_bytes
 from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
 from specdec.engine.llama_stack import LlamaStack
 from specdec.engine.model_runner import ForwardPass, ModelRunner, TransformersForward
+from specdec.engine.native.library import load_library
+from specdec.engine.native.runner import NativeRunner
 from specdec.engine.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
 
+_log = logging.getLogger(__name__)
+
+_COMPILE_BACKENDS = ("auto", "eager", "native")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
@@ -47,7 +54,8 @@ def load_worker(
     kv_cache_bytes: int | None = None,
     num_kv_blocks: int | None = None,
     num_threads: int | None = None,
-) -> ModelRunner:
+    compile_backend: str = "auto",
+) -> Worker:
     """Loads a checkpoint and its KV pool.
 
     Args:
@@ -58,11 +66,18 @@ def load_worker(
         kv_cache_bytes: bytes of the KV pool.
         num_kv_blocks: blocks of the KV pool, instead.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
+        compile_backend: `native`: kernels of our own, compiled for this machine; `eager`: PyTorch's operations one
+            by one; `auto`: native where they compute the model and this machine has a C++ compiler.
 
     Raises:
-        InvalidRequest: no such checkpoint, device or dtype, or no room for a single block.
-        Unsupported: not a decoder-only model, attention that cannot be replaced, or int8 elsewhere than on a CPU.
+        InvalidRequest: no such checkpoint, device, dtype or backend, or no room for a single block.
+        Unsupported: not a decoder-only model, attention that cannot be replaced, int8 elsewhere than on a CPU, or
+            native kernels for a model they do not compute.
     """
+    if compile_backend not in _COMPILE_BACKENDS:
+        raise InvalidRequest(
+            f"compile_backend {compile_backend!r} is none of {', '.join(_COMPILE_BACKENDS)}", field="compile_backend"
+        )
     directory = locate_checkpoint(model)
     torch_device = _device(device)
     is_int8 = dtype == "int8"
@@ -88,7 +103,31 @@ def load_worker(
     )
     cache = KvCache(shapes, num_blocks=blocks, dtype=torch_dtype, device=torch_device)
     kinds = [layer.kind for layer in layers]
+    if library := _native_library(compile_backend, loaded):
+        return NativeRunner(library, loaded, cache, kinds, shape, is_int8=is_int8)
     return ModelRunner(_forward_pass(loaded, is_int8), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+
+
+def _native_library(compile_backend: str, model: PreTrainedModel) -> ctypes.CDLL | None:
+    """The kernels, if `model` is to run through them."""
+    if compile_backend == "eager":
+        return None
+    try:
+        library = load_library()
+    except Unsupported as error:
+        if compile_backend == "native":
+            raise
+        _log.warning("slower without native kernels: %s", error.message)
+        return None
+    if NativeRunner.fits(library, model):
+        return library
+    if compile_backend == "native":
+        raise Unsupported(
+            f"native kernels do not compute a model of type {model.config.model_type} of this shape in "
+            f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}",
+            field="compile_backend",
+        )
+    return None
 
 
 def _forward_pass(model: PreTrainedModel, is_int8: bool) -> ForwardPass:
@@ -170,15 +209,15 @@ def _load_model(
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keeps transformers' progress bars and reports off stderr: what is wrong comes as one error."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,85 @@
+"""Compiles `step.cpp` for this machine, once, and loads it.
+
+The library is kept in the user's cache directory under a digest of its source, the compiler and the processor, so that
+only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. Nothing of
+the models is known here. Called by `specdec.engine.native.runner`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from specdec.errors import Unsupported
+
+_SOURCE = Path(__file__).with_name("step.cpp")
+# No -ffast-math: it would let the order of sums depend on their place, and change how the process rounds.
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"]
+_TIMEOUT_S = 300
+
+
+def load_library() -> ctypes.CDLL:
+    """The compiled kernels.
+
+    Raises:
+        Unsupported: no C++ compiler on this machine, or one that cannot compile them.
+    """
+    compiler = _find_compiler()
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native"
+    path = directory / f"{_digest(compiler)}.so"
+    if not path.exists():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError:  # a read-only home: compiled for this process alone
+            path = Path(tempfile.mkdtemp(prefix="specdec-native-")) / path.name
+        _compile(compiler, path)
+    library = ctypes.CDLL(str(path))
+    library.specdec_panel.restype = library.specdec_max_queries.restype = ctypes.c_int64
+    library.specdec_fits.argtypes = [ctypes.c_int64] * 3
+    library.specdec_step.restype = None  # its arguments are `runner`'s structures
+    return library
+
+
+def _find_compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise Unsupported("native kernels need a C++ compiler on the PATH (or in CXX)", field="compile_backend")
+
+
+def _digest(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor().encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _compile(compiler: str, path: Path) -> None:
+    # Renamed into place, so that two processes that start at once both find a whole file.
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so") as file:
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", file.name]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise Unsupported(f"{compiler} took over {_TIMEOUT_S} s", field="compile_backend") from error
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
+            raise Unsupported(f"{compiler} cannot compile the kernels: {lines[0]}", field="compile_backend")
+        os.link(file.name, temporary := f"{file.name}.done")
+    os.replace(temporary, path)

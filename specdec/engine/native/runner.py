@@ -1,0 +1,266 @@
+"""A worker whose steps are one call into the compiled kernels.
+
+It lays weights out as `step.cpp` reads them and a plan as the arrays it takes; what a step computes stands there. Only
+Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fits`). Called by `engine.hf_adapter`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.engine.base import ModelShape, StepPlan
+from specdec.engine.batch import AttentionKind
+from specdec.engine.kv_cache import KvCache
+from specdec.engine.llama_stack import LlamaStack
+from specdec.types import BLOCK_TOKENS
+
+_LARGEST_INT8 = 127
+
+
+class _Product(Structure):
+    _fields_ = [
+        ("weights", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+    ]
+
+
+class _Layer(Structure):
+    _fields_ = [
+        ("qkv", _Product),
+        ("output", _Product),
+        ("gate_up", _Product),
+        ("down", _Product),
+        ("attention_gains", c_void_p),
+        ("mlp_gains", c_void_p),
+        ("qk_gains", c_void_p),
+        ("cache", c_void_p),
+        ("window", c_int64),
+    ]
+
+
+class _Model(Structure):
+    _fields_ = [
+        ("layers", POINTER(_Layer)),
+        ("num_layers", c_int64),
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("mlp", c_int64),
+        ("embeddings", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("final_gains", c_void_p),
+        ("head", _Product),
+        ("epsilon", c_float),
+        ("qk_epsilon", c_float),
+        ("scaling", c_float),
+    ]
+
+
+class _Batch(Structure):
+    _fields_ = [
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("logit_rows", c_int64),
+        ("first_row", c_void_p),
+        ("start", c_void_p),
+        ("tables", c_void_p),
+        ("table_offset", c_void_p),
+        ("rows_wanted", c_void_p),
+        ("token_ids", c_void_p),
+        ("hidden", c_void_p),
+        ("normed", c_void_p),
+        ("qkv", c_void_p),
+        ("attended", c_void_p),
+        ("gate_up", c_void_p),
+        ("scores", c_void_p),
+        ("scores_width", c_int64),
+        ("logits", c_void_p),
+    ]
+
+
+class NativeRunner:
+    """Implements `engine.base.Worker`. Not thread-safe: one step at a time."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: PreTrainedModel,
+        cache: KvCache,
+        kinds: list[AttentionKind],
+        shape: ModelShape,
+        *,
+        is_int8: bool,
+    ) -> None:
+        """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
+        self.shape = shape
+        self._library = library
+        library.specdec_step.argtypes = [POINTER(_Model), POINTER(_Batch), c_int]
+        self._cache = cache
+        self._panel = library.specdec_panel()
+        self._max_queries = library.specdec_max_queries()
+        self._kept: list[torch.Tensor] = []  # what the structures point to
+        self._num_embeddings = model.get_input_embeddings().weight.shape[0]
+        self._model = self._describe_model(model, kinds, is_int8)
+        self._scratch = torch.empty(0)
+
+    @staticmethod
+    def fits(library: ctypes.CDLL, model: PreTrainedModel) -> bool:
+        """Whether the kernels compute this model."""
+        if not LlamaStack.fits(model) or model.device.type != "cpu" or model.dtype != torch.float32:
+            return False
+        attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+        sizes = (attention.q_proj.in_features, attention.head_dim, mlp.gate_proj.out_features)
+        return model.config.hidden_act in ("silu", "swish") and bool(library.specdec_fits(*sizes))
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """Runs one step; see `engine.base.Worker.execute`."""
+        if plan.block_copies:
+            self._cache.copy_blocks(plan.block_copies)
+        slices = plan.slices
+        counts = [len(piece.token_ids) for piece in slices]
+        first_rows = [0, *accumulate(counts)]
+        wanted = [
+            row
+            for piece, end in zip(slices, first_rows[1:], strict=True)
+            for row in range(end - piece.num_logit_rows, end)
+        ]
+        token_ids = np.array([token for piece in slices for token in piece.token_ids], dtype=np.int64)
+        if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
+            raise IndexError(f"a token id is outside the model's {self._num_embeddings} embeddings")
+        arrays = {
+            "first_row": first_rows,
+            "start": [piece.start for piece in slices],
+            "tables": [block for piece in slices for block in piece.block_table],
+            "table_offset": [0, *accumulate(len(piece.block_table) for piece in slices)],
+            "rows_wanted": wanted,
+            "token_ids": token_ids,
+        }
+        kept = {name: np.ascontiguousarray(values, dtype=np.int64) for name, values in arrays.items()}
+        longest = max(piece.start + count for piece, count in zip(slices, counts, strict=True))
+        logits = torch.empty(len(wanted), self._padded(self._model.head.outputs))
+        num_threads = torch.get_num_threads()
+        batch = _Batch(
+            tokens=first_rows[-1],
+            sequences=len(slices),
+            logit_rows=len(wanted),
+            logits=logits.data_ptr(),
+            **{name: array.ctypes.data for name, array in kept.items()},
+            **self._scratch_for(first_rows[-1], longest, num_threads),
+        )
+        self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
+        return logits[:, : self.shape.vocabulary_size].contiguous()
+
+    def _scratch_for(self, tokens: int, longest: int, num_threads: int) -> dict[str, int]:
+        """Addresses of a step's working memory, kept for the next."""
+        model = self._model
+        # One block more: a window begins within a block, and a tile of queries ends in another.
+        scores_width = (longest // BLOCK_TOKENS + 2) * BLOCK_TOKENS
+        heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
+        sizes = {
+            "hidden": tokens * model.hidden,
+            "normed": tokens * model.hidden,
+            "qkv": tokens * self._padded((heads + 2 * kv_heads) * head_dim),
+            "attended": tokens * heads * head_dim,
+            "gate_up": tokens * self._padded(2 * model.mlp),
+            "scores": num_threads * self._max_queries * scores_width,
+        }
+        total = sum(sizes.values())
+        if self._scratch.numel() < total:
+            self._scratch = torch.empty(total)
+        addresses: dict[str, int] = {"scores_width": scores_width}
+        address = self._scratch.data_ptr()
+        for name, size in sizes.items():
+            addresses[name] = address
+            address += size * self._scratch.itemsize
+        return addresses
+
+    def _describe_model(self, model: PreTrainedModel, kinds: list[AttentionKind], is_int8: bool) -> _Model:
+        inner = model.model
+        first = inner.layers[0].self_attn
+        layers = (_Layer * len(inner.layers))()
+        for index, kind in enumerate(kinds):
+            layers[index] = self._describe_layer(inner.layers[index], index, kind, is_int8)
+            inner.layers[index] = nn.Identity()
+        positions = torch.arange(self.shape.max_context_tokens).unsqueeze(0)
+        with torch.inference_mode():
+            cosines, sines = inner.rotary_emb(torch.empty(0), positions)
+        qk_norm = getattr(first, "q_norm", inner.norm)
+        self._layers = layers
+        return _Model(
+            layers=layers,
+            num_layers=len(layers),
+            hidden=first.q_proj.in_features,
+            heads=first.q_proj.out_features // first.head_dim,
+            kv_heads=first.k_proj.out_features // first.head_dim,
+            head_dim=first.head_dim,
+            mlp=model.config.intermediate_size,
+            embeddings=self._keep(inner.embed_tokens.weight),
+            cosines=self._keep(cosines[0]),
+            sines=self._keep(sines[0]),
+            final_gains=self._keep(inner.norm.weight),
+            # The logits stay exact: rounded, the best two would tie.
+            head=self._describe_product([model.lm_head], is_int8=False),
+            epsilon=inner.norm.variance_epsilon,
+            qk_epsilon=qk_norm.variance_epsilon,
+            scaling=first.scaling,
+        )
+
+    def _describe_layer(self, layer: nn.Module, index: int, kind: AttentionKind, is_int8: bool) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qk_gains = None
+        if hasattr(attention, "q_norm"):
+            heads = attention.q_proj.out_features // attention.head_dim
+            kv_heads = attention.k_proj.out_features // attention.head_dim
+            q, k = attention.q_norm.weight, attention.k_norm.weight
+            qk_gains = self._keep(torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1))))
+        return _Layer(
+            qkv=self._describe_product([attention.q_proj, attention.k_proj, attention.v_proj], is_int8),
+            output=self._describe_product([attention.o_proj], is_int8),
+            gate_up=self._describe_product([mlp.gate_proj, mlp.up_proj], is_int8),
+            down=self._describe_product([mlp.down_proj], is_int8),
+            attention_gains=self._keep(layer.input_layernorm.weight),
+            mlp_gains=self._keep(layer.post_attention_layernorm.weight),
+            qk_gains=qk_gains,
+            cache=self._cache.layers[index].rows.data_ptr(),
+            window=kind.window or 0,
+        )
+
+    def _describe_product(self, linears: list[nn.Linear], is_int8: bool) -> _Product:
+        """One product whose outputs are those of several layers that share their input, side by side."""
+        weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
+        outputs, inputs = weight.shape
+        scales = bias = None
+        if is_int8:
+            # An output whose weights are all 0 keeps them: any scale will do.
+            scale = (weight.abs().amax(dim=1) / _LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
+            weight = torch.round(weight / scale[:, None]).to(torch.int8)
+            scales = self._keep(self._pad(scale))
+        if linears[0].bias is not None:
+            bias = self._keep(self._pad(torch.cat([linear.bias.detach() for linear in linears])))
+        panels = self._pad(weight).view(-1, self._panel, inputs).transpose(1, 2)
+        return _Product(weights=self._keep(panels), scales=scales, bias=bias, inputs=inputs, outputs=outputs)
+
+    def _pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """[outputs, ...] -> [whole panels of outputs, ...], zeros appended."""
+        padding = self._padded(len(rows)) - len(rows)
+        return torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:]))) if padding else rows
+
+    def _padded(self, outputs: int) -> int:
+        return -(-outputs // self._panel) * self._panel
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        """The address of a contiguous copy that lives as long as this runner."""
+        self._kept.append(tensor.detach().contiguous())
+        return self._kept[-1].data_ptr()
