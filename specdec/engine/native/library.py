@@ -41,7 +41,7 @@ def load_library() -> ctypes.CDLL:
         _compile(compiler, path)
     library = ctypes.CDLL(str(path))
     library.specdec_panel.restype = library.specdec_max_queries.restype = ctypes.c_int64
-    library.specdec_fits.argtypes = [ctypes.c_int64] * 3
+    library.specdec_fits.argtypes = [ctypes.c_int64] * 2
     library.specdec_step.restype = None  # its arguments are `runner`'s structures
     return library
 

@@ -120,9 +120,9 @@ class NativeRunner:
         """Whether the kernels compute this model."""
         if not LlamaStack.fits(model) or model.device.type != "cpu" or model.dtype != torch.float32:
             return False
-        attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-        sizes = (attention.q_proj.in_features, attention.head_dim, mlp.gate_proj.out_features)
-        return model.config.hidden_act in ("silu", "swish") and bool(library.specdec_fits(*sizes))
+        attention = model.model.layers[0].self_attn
+        fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
+        return bool(fits) and model.config.hidden_act in ("silu", "swish")
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""

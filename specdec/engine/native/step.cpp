@@ -15,6 +15,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 // Lanes of the widest float vector of this machine; `Vector` also works where there is none.
@@ -35,7 +39,7 @@ constexpr int KEYS = 16;                      // tokens of a KV block
 
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
-typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES), unused));
 
 inline Vector load(const float* from) {
     Vector vector;
@@ -43,10 +47,17 @@ inline Vector load(const float* from) {
     return vector;
 }
 
+// Said in this processor's own words where compilers convert lane by lane.
 inline Vector load(const int8_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(bytes, Vector);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Vector);
+#endif
 }
 
 inline void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
@@ -441,7 +452,8 @@ void attend_all(const Model& model, const Layer& layer, const Batch& batch, floa
         }
 }
 
-// gate_up [tokens, 2 * mlp] -> silu(gate) * up, into the first half of each row.
+// gate_up [tokens, 2 * mlp] -> silu(gate) * up, into the first half of each row. The last vector may reach beyond the
+// half: what it overwrites has been read, what it reads is padding, and nobody reads what it writes there.
 void gate(const Batch& batch, int64_t mlp, int64_t stride) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < batch.tokens; ++row) {
@@ -482,8 +494,8 @@ int64_t specdec_panel() { return PANEL; }
 int64_t specdec_max_queries() { return MAX_QUERIES; }
 
 // Whether a model's widths are ones that the loops above take.
-int specdec_fits(int64_t hidden, int64_t head_dim, int64_t mlp) {
-    return hidden % PANEL == 0 && mlp % LANES == 0 && head_dim % LANES == 0 && attend_of(head_dim) != nullptr;
+int specdec_fits(int64_t hidden, int64_t head_dim) {
+    return hidden % PANEL == 0 && head_dim % LANES == 0 && attend_of(head_dim) != nullptr;
 }
 
 void specdec_step(const Model* model, const Batch* batch, int num_threads) {
