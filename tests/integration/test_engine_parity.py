@@ -23,6 +23,7 @@ VOCABULARY_SIZE = 96
 PADDED_ROWS = 8
 NUM_BLOCKS = 64
 BLOCKS_PER_SEQUENCE = 8
+NATIVE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 CHUNK_LENGTHS = (1, 1, 2, 5, 7, 17, 40)
 #: A padded row of the embedding, so no token of the vocabulary; its keys and values are NaN in every layer.
 NAN_TOKEN_ID = VOCABULARY_SIZE + 1
@@ -31,8 +32,10 @@ NAN_TOKEN_ID = VOCABULARY_SIZE + 1
 class Case:
     """A worker and the eager model it must equal."""
 
-    def __init__(self, directory: Path, architecture: str) -> None:
+    def __init__(self, directory: Path, architecture: str, compile_backend: str) -> None:
         self.directory = directory
+        # 24, Qwen 3's width here otherwise, is one that the native kernels do not take.
+        overrides = {"head_dim": 32} if (architecture, compile_backend) == ("qwen3", "native") else {}
         build_tiny_model(
             architecture,
             directory,
@@ -41,11 +44,18 @@ class Case:
             context=256,
             gain=1.0,
             logit_spread=1.0,
+            config_overrides=overrides,
         )
         self.eager = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
         self.eager.get_input_embeddings().weight.data[NAN_TOKEN_ID] = torch.nan
         self.eager.save_pretrained(directory)
-        self.worker = load_worker(str(directory), device="cpu", dtype="float32", num_kv_blocks=NUM_BLOCKS)
+        self.worker = load_worker(
+            str(directory),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=NUM_BLOCKS,
+            compile_backend=compile_backend,
+        )
         ids = list(range(NUM_BLOCKS))
         random.Random(7).shuffle(ids)
         self.tables = [
@@ -57,11 +67,19 @@ class Case:
         return self.eager(torch.tensor([token_ids])).logits[0, :, :VOCABULARY_SIZE]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((architecture, "eager") for architecture in ARCHITECTURES),
+        *((architecture, "native") for architecture in NATIVE_ARCHITECTURES),
+    ],
+    ids="-".join,
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Case(tmp_path_factory.mktemp(request.param), request.param)
+    architecture, compile_backend = request.param
+    yield Case(tmp_path_factory.mktemp(architecture), architecture, compile_backend)
     torch.set_num_threads(threads)
 
 

@@ -31,14 +31,31 @@ def load_library() -> ctypes.CDLL:
         Unsupported: no C++ compiler on this machine, or one that cannot compile them.
     """
     compiler = _find_compiler()
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native"
-    path = directory / f"{_digest(compiler)}.so"
-    if not path.exists():
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError:  # a read-only home: compiled for this process alone
-            path = Path(tempfile.mkdtemp(prefix="specdec-native-")) / path.name
-        _compile(compiler, path)
+    name = f"{_digest(compiler)}.so"
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native" / name
+    if kept.exists() or _may_write(kept.parent):
+        if not kept.exists():
+            _compile(compiler, kept)
+        return _load(kept)
+    try:
+        with tempfile.TemporaryDirectory(prefix="specdec-native-") as directory:
+            _compile(compiler, Path(directory) / name)
+            return _load(Path(directory) / name)  # stays loaded when the file is gone
+    except OSError as error:
+        raise Unsupported(
+            f"native kernels have no directory to be kept in: {error}", field="compile_backend"
+        ) from error
+
+
+def _may_write(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK)
+
+
+def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.specdec_panel.restype = library.specdec_max_queries.restype = ctypes.c_int64
     library.specdec_fits.argtypes = [ctypes.c_int64] * 2

@@ -1,0 +1,144 @@
+"""The native kernels' own promises: the same bits in any company, int8 near float32, and clear words where they stop.
+
+That they compute the right thing is shown in `test_engine_parity`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.hf_adapter import load_worker
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.types import BLOCK_TOKENS
+from tests.tiny_models import build_tiny_model
+
+VOCABULARY_SIZE = 96
+NUM_SEQUENCES = 5
+BLOCKS_PER_SEQUENCE = 6
+LENGTHS = (70, 3, 41, 90, 17)
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(
+        request.param, tmp_path_factory.mktemp(request.param), vocabulary_size=VOCABULARY_SIZE, context=256
+    )
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest):
+    threads = torch.get_num_threads()
+    yield request.param
+    torch.set_num_threads(threads)
+
+
+def load(directory: Path, **options: object) -> Worker:
+    fixed = {"device": "cpu", "dtype": "float32", "num_kv_blocks": NUM_SEQUENCES * BLOCKS_PER_SEQUENCE}
+    return load_worker(str(directory), **(fixed | {"compile_backend": "native"} | options))
+
+
+def tokens_of(sequence: int) -> list[int]:
+    rng = random.Random(sequence)
+    return [rng.randrange(2, VOCABULARY_SIZE) for _ in range(LENGTHS[sequence])]
+
+
+def piece(sequence: int, start: int, end: int) -> SequenceSlice:
+    first = sequence * BLOCKS_PER_SEQUENCE
+    table = tuple(range(first, first + -(-end // BLOCK_TOKENS)))
+    return SequenceSlice(tuple(tokens_of(sequence)[start:end]), start, table, end - start)
+
+
+def run(worker: Worker, *slices: SequenceSlice) -> torch.Tensor:
+    return worker.execute(StepPlan(slices))
+
+
+def token_by_token(worker: Worker, sequence: int) -> torch.Tensor:
+    return torch.cat([run(worker, piece(sequence, at, at + 1)) for at in range(LENGTHS[sequence])])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_row_has_the_same_bits_in_any_company_chunk_and_number_of_threads(
+    directory: Path, dtype: str, num_threads: int
+) -> None:
+    alone = load(directory, dtype=dtype, num_threads=1)
+    expected = [token_by_token(alone, sequence) for sequence in range(NUM_SEQUENCES)]
+    together = load(directory, dtype=dtype, num_threads=num_threads)
+    rng = random.Random(1)
+    done = [0] * NUM_SEQUENCES
+    while done != list(LENGTHS):
+        members = [sequence for sequence in range(NUM_SEQUENCES) if done[sequence] < LENGTHS[sequence]]
+        rng.shuffle(members)
+        ends = {member: min(LENGTHS[member], done[member] + rng.choice((1, 2, 5, 8, 9, 23))) for member in members}
+        logits = run(together, *(piece(member, done[member], ends[member]) for member in members))
+        wanted = torch.cat([expected[member][done[member] : ends[member]] for member in members])
+        assert torch.equal(logits, wanted)
+        done = [ends.get(sequence, done[sequence]) for sequence in range(NUM_SEQUENCES)]
+
+
+def test_without_that_promise_rows_differ(directory: Path) -> None:
+    """The control: PyTorch's own products do give a row other bits in other company."""
+    alone, together = load(directory, compile_backend="eager"), load(directory, compile_backend="eager")
+    assert not torch.equal(token_by_token(alone, 0), run(together, piece(0, 0, LENGTHS[0])))
+
+
+def test_int8_weights_stay_near_float32(directory: Path) -> None:
+    exact, rounded = (run(load(directory, dtype=dtype), piece(0, 0, LENGTHS[0])) for dtype in ("float32", "int8"))
+    assert 0 < (exact - rounded).abs().mean() < 0.05 * exact.std()
+
+
+def test_a_token_outside_the_vocabulary_reads_no_memory(directory: Path) -> None:
+    worker = load(directory)
+    for token_id in (-1, VOCABULARY_SIZE):
+        with pytest.raises(IndexError, match="96 embeddings"):
+            run(worker, SequenceSlice((5, token_id), 0, (0,), 1))
+
+
+def test_a_model_they_do_not_compute_is_refused_by_name_and_left_to_pytorch_otherwise(tmp_path: Path) -> None:
+    gpt2 = build_tiny_model("gpt2", tmp_path, vocabulary_size=VOCABULARY_SIZE)
+    with pytest.raises(Unsupported, match="gpt2") as raised:
+        load(gpt2)
+    assert raised.value.field == "compile_backend"
+    assert len(run(load(gpt2, compile_backend="auto"), piece(1, 0, 3))) == 3
+
+
+def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="'nowhere'") as raised:
+        load(tmp_path, compile_backend="nowhere")
+    assert raised.value.field == "compile_backend"
+
+
+def test_without_a_compiler_auto_says_so_and_native_stops(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(Unsupported, match="C\\+\\+ compiler"):
+        load(directory)
+    with caplog.at_level(logging.WARNING):
+        assert len(run(load(directory, compile_backend="auto"), piece(1, 0, 3))) == 3
+    assert "C++ compiler" in caplog.text
+
+
+def test_the_kernels_are_compiled_once_a_machine(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load(directory)
+    (library,) = tmp_path.rglob("*.so")
+    made_at = library.stat().st_mtime_ns
+    load(directory)
+    assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()] == [made_at]
+
+
+def test_a_home_that_cannot_be_written_compiles_for_one_process(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(run(load(directory), piece(1, 0, 3))) == 3
