@@ -37,6 +37,10 @@ class EmbeddedRedis:
         from fakeredis import TcpFakeServer
 
         self._server = TcpFakeServer((self._host, 0), server_version=REDIS_VERSION)
+        # The answers to a pipeline leave one by one: held back until the last is acknowledged, they would take 40 ms.
+        self._server.RequestHandlerClass = type(
+            "_PromptHandler", (self._server.RequestHandlerClass,), {"disable_nagle_algorithm": True}
+        )
         # A client that never hangs up must not keep the process alive.
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="embedded redis", daemon=True)
