@@ -19,6 +19,7 @@ from transformers.utils import logging
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.attention import ATTENTION_NAME, register_attention
 from specdec.engine.base import ModelShape
+from specdec.engine.compiled import CompileOptions, GraphSource, forward_pass, require_backend
 from specdec.engine.int8_projection import Int8Projection
 from specdec.engine.kv_cache import KvCache, block_bytes
 from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
@@ -47,6 +48,7 @@ def load_worker(
     kv_cache_bytes: int | None = None,
     num_kv_blocks: int | None = None,
     num_threads: int | None = None,
+    compiling: CompileOptions | None = None,
 ) -> ModelRunner:
     """Loads a checkpoint and its KV pool.
 
@@ -58,11 +60,15 @@ def load_worker(
         kv_cache_bytes: bytes of the KV pool.
         num_kv_blocks: blocks of the KV pool, instead.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
+        compiling: what is compiled, here and now; None: nothing.
 
     Raises:
-        InvalidRequest: no such checkpoint, device or dtype, or no room for a single block.
-        Unsupported: not a decoder-only model, attention that cannot be replaced, or int8 elsewhere than on a CPU.
+        InvalidRequest: no such checkpoint, device, dtype or compile backend, or no room for a single block.
+        Unsupported: not a decoder-only model, attention that cannot be replaced, int8 elsewhere than on a CPU, or a
+            backend that cannot compile it.
     """
+    compiling = compiling or CompileOptions()
+    require_backend(compiling.backend)
     directory = locate_checkpoint(model)
     torch_device = _device(device)
     is_int8 = dtype == "int8"
@@ -88,7 +94,9 @@ def load_worker(
     )
     cache = KvCache(shapes, num_blocks=blocks, dtype=torch_dtype, device=torch_device)
     kinds = [layer.kind for layer in layers]
-    return ModelRunner(_forward_pass(loaded, is_int8), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+    source = GraphSource(loaded, kinds, cache, shape.model_fingerprint, shape.dtype)
+    forward = forward_pass(compiling, source, partial(_forward_pass, loaded, is_int8))
+    return ModelRunner(forward, cache, kinds, shape, dtype=torch_dtype, device=torch_device)
 
 
 def _forward_pass(model: PreTrainedModel, is_int8: bool) -> ForwardPass:
