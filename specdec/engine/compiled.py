@@ -14,10 +14,11 @@ one more copy of the weights, and are cached between runs as far as the backend 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,14 +180,15 @@ def _compile(options: CompileOptions, source: GraphSource) -> dict[int, StepFunc
 
 def _compile_packages(options: CompileOptions, source: GraphSource) -> dict[int, StepFunction]:
     key = PackageKey(source.model_fingerprint, source.dtype, options.is_tuned)
-    with PackageStore.open(options.directory) as store:
-        graphs = {num_rows: store.load(key, num_rows) for num_rows in options.row_counts}
-        missing = [num_rows for num_rows, graph in graphs.items() if graph is None]
+    with contextlib.ExitStack() as stack:
+        store = PackageStore(options.directory or Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        steps = {num_rows: store.load(key, num_rows) for num_rows in options.row_counts}
+        missing = [num_rows for num_rows, step in steps.items() if step is None]
         if missing:
             graph = _graph_of(source)
             for num_rows in _shown(missing):
-                graphs[num_rows] = store.build(key, num_rows, graph, source.cache)
-    return graphs
+                steps[num_rows] = store.build(key, num_rows, graph, source.cache)
+    return {num_rows: step for num_rows, step in steps.items() if step is not None}
 
 
 def _compile_in_process(options: CompileOptions, source: GraphSource) -> dict[int, StepFunction]:
@@ -210,7 +212,7 @@ def _graph_of(source: GraphSource) -> StepGraph:
 def _shown(missing: Sequence[int]) -> Iterator[int]:
     """Goes through row counts to compile: under a progress bar in a terminal, with a log line each elsewhere."""
     if sys.stderr.isatty():
-        yield from track(missing, "compiling step graphs", console=Console(stderr=True), transient=True)
+        yield from track(missing, "compiling step graphs", console=Console(file=sys.stderr), transient=True)
         return
     for index, num_rows in enumerate(missing):
         progress = f"{index + 1}/{len(missing)}"
@@ -218,7 +220,7 @@ def _shown(missing: Sequence[int]) -> Iterator[int]:
         yield num_rows
 
 
-@contextmanager
+@contextlib.contextmanager
 def _told_in_one_line(backend: str) -> Iterator[None]:
     """Whatever a backend raises while it compiles means the same to whoever asked for it."""
     try:

@@ -7,15 +7,17 @@ be shared by processes, and emptied at any time. Not here: which row counts, and
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import inspect
+import io
 import os
 import platform
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -82,32 +84,16 @@ class PackageStore:
     """Packages in a directory."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    @classmethod
-    @contextmanager
-    def open(cls, directory: Path | None) -> Iterator[PackageStore]:
-        """The store of a directory, for one process at a time; None is a store that is forgotten.
+        """Opens a directory, made if absent.
 
         Raises:
-            InvalidRequest: nothing can be written there.
+            InvalidRequest: it cannot be made.
         """
-        if directory is None:
-            with tempfile.TemporaryDirectory() as forgotten:
-                yield cls(Path(forgotten))
-            return
+        self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            lock = (directory / ".lock").open("w")
         except OSError as error:
-            raise InvalidRequest(
-                f"compiled graphs cannot be kept in {directory}: {error.strerror}; set XDG_CACHE_HOME",
-                field="compile_backend",
-            ) from error
-        with lock:
-            # Replicas that start together compile once, not beside each other.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield cls(directory)
+            raise _unkept(directory, error) from error
 
     def load(self, key: PackageKey, num_rows: int) -> StepFunction | None:
         """The package, or None where there is none that is whole."""
@@ -120,21 +106,37 @@ class PackageStore:
         return _PackagedStep(path) if is_whole else None
 
     def build(self, key: PackageKey, num_rows: int, graph: StepGraph, cache: KvCache) -> StepFunction:
-        """Compiles a package, keeps it and loads it."""
-        from torch._inductor import aoti_compile_and_package
-        from torch._inductor.utils import fresh_cache
+        """Compiles a package, keeps it and loads it; waits where another process is at it.
 
+        Raises:
+            InvalidRequest: nothing can be written in the directory.
+        """
         path = self._path(key, num_rows)
-        with torch.no_grad():
-            exported = _export(graph, example_inputs(num_rows, graph.num_kinds, cache))
-            with (
-                tempfile.TemporaryDirectory(dir=self._directory) as scratch,
-                fresh_cache(dir=scratch),
-            ):
-                unfinished = str(Path(scratch) / path.name)
-                aoti_compile_and_package(exported, package_path=unfinished, inductor_configs=_settings(key.is_tuned))
-                os.replace(unfinished, path)
+        with self._locked(path):
+            built = self.load(key, num_rows)
+            if built is not None:  # meanwhile, by a replica that started beside this one
+                return built
+            with tempfile.TemporaryDirectory() as scratch:
+                package = Path(scratch) / path.name
+                inputs = example_inputs(num_rows, graph.num_kinds, cache)
+                _compile(graph, inputs, package, is_tuned=key.is_tuned)
+                unfinished = path.with_suffix(".unfinished")
+                shutil.copyfile(package, unfinished)
+                unfinished.replace(path)
         return _PackagedStep(path)
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """For one process at a time."""
+        lock_path = path.with_suffix(".lock")
+        try:
+            lock = lock_path.open("w")
+        except OSError as error:
+            raise _unkept(self._directory, error) from error
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+            lock_path.unlink(missing_ok=True)
 
     def _path(self, key: PackageKey, num_rows: int) -> Path:
         return self._directory / f"{key.digest(num_rows)}.pt2"
@@ -161,6 +163,24 @@ class _PackagedStep:
         # Past the package's own call, which parses the structure of its arguments anew each time.
         logits, kv_rows = self._package.loader.run([token_ids, position_ids, *block_ids, *pools])
         return logits, kv_rows
+
+
+def _unkept(directory: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest(
+        f"compiled graphs cannot be kept in {directory}: {error.strerror}; set XDG_CACHE_HOME", field="compile_backend"
+    )
+
+
+def _compile(graph: StepGraph, inputs: StepInputs, package: Path, *, is_tuned: bool) -> None:
+    """Writes a package; the compiler's own files go beside it."""
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.utils import fresh_cache
+
+    with torch.no_grad():
+        exported = _export(graph, inputs)
+        # The compiler writes statistics to stderr whatever its settings.
+        with fresh_cache(dir=str(package.parent)), contextlib.redirect_stderr(io.StringIO()):
+            aoti_compile_and_package(exported, package_path=str(package), inductor_configs=_settings(is_tuned))
 
 
 def _export(graph: StepGraph, inputs: StepInputs) -> torch.export.ExportedProgram:
@@ -194,7 +214,7 @@ def _processor() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _temporary_files_in(directory: str) -> Iterator[None]:
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = directory
