@@ -6,6 +6,7 @@ The only module of the service that reads the environment and installs signal ha
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from draft_service.config import DraftSettings
 from specdec.checkpoint import locate_checkpoint
-from specdec.config import parse_settings
+from specdec.config import cache_directory, parse_settings
 from specdec.engine.simulated import SimulatedDraft
 from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
@@ -85,6 +86,7 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
     # torch takes seconds to import: not before the settings are known to be right.
     from draft_service.pace import Predraft
     from draft_service.proposer import Proposer
+    from specdec.engine.compiled import CompileOptions, row_counts
     from specdec.engine.hf_adapter import load_worker
 
     worker = load_worker(
@@ -93,6 +95,12 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
         num_threads=settings.num_threads,
+        compiling=CompileOptions(
+            settings.compile_backend,
+            # After a round whose tokens were all accepted: the last of them, and the bonus token.
+            row_counts(2),
+            cache_directory(os.environ) / "compiled",
+        ),
     )
     return Proposer(
         MeteredWorker(worker, metrics),

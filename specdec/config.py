@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -61,6 +61,11 @@ def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
     if not advertise and host in _WILDCARD_HOSTS:
         host = _own_host()
     return join_address(host, port or bound_port)
+
+
+def cache_directory(environ: Mapping[str, str]) -> Path:
+    """Where this user's files lie that can be made again (the XDG base directories)."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
 
 
 def _own_host() -> str:
@@ -169,6 +174,11 @@ class ReplicaSettings(ServiceSettings):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Arithmetic of the weights; auto follows the checkpoint on a GPU and takes float32 on a CPU."""
+
+    compile_backend: str = "auto"
+    """How steps run: native (kernels of our own for Llama-shaped models on a CPU, compiled at the first start), eager,
+    inductor (steps of one session, likewise), any other backend of torch.compile that is installed, or auto: native
+    where it can, else eager."""
 
     pool: str = "default"
     """Name of the replica pool this process belongs to."""

@@ -6,6 +6,7 @@ The only module of the service that reads the environment and installs signal ha
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
 import sys
@@ -15,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specdec.checkpoint import locate_checkpoint
-from specdec.config import parse_settings
+from specdec.config import cache_directory, parse_settings
 from specdec.engine.simulated import SimulatedTarget
 from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
@@ -83,6 +84,7 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
         )
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
+    from specdec.engine.compiled import CompileOptions, row_counts
     from specdec.engine.hf_adapter import load_worker
     from target_service.verifier import Verifier
 
@@ -92,6 +94,11 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
         num_threads=settings.num_threads,
+        compiling=CompileOptions(
+            settings.compile_backend,
+            row_counts(settings.max_gamma + 1),
+            cache_directory(os.environ) / "compiled",
+        ),
     )
     return Verifier(
         MeteredWorker(worker, metrics),

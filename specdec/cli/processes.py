@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 _QUIET_LEVELS = {"debug", "info"}
 _STOP_GRACE_S = 10.0
@@ -26,8 +27,9 @@ def free_ports(count: int) -> list[int]:
 class Child:
     """One service as a child process.
 
-    What it writes is read line by line and JSON log records below warning are dropped. Until `relay()` the rest is
-    held back, so that a failed start can be told in one line; from then on it goes to stderr.
+    What it writes is read line by line and JSON log records below warning are dropped, but those of a long start (the
+    ones that have a `progress`), which go to stderr at once. Until `relay()` the rest is held back, so that a failed
+    start can be told in one line; from then on it goes to stderr.
     """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -92,11 +94,12 @@ class Child:
     def _read(self) -> None:
         assert self._process.stdout is not None  # it was opened above
         for line in self._process.stdout:
-            text = _worth_telling(line.rstrip("\n"))
+            record = _record(line)
+            text = line.rstrip("\n") if record is None else _worth_telling(record)
             if text is None:
                 continue
             with self._lock:
-                if self._relaying:
+                if self._relaying or (record is not None and "progress" in record):
                     self._pass_on(text)
                 else:
                     self._held.append(text)
@@ -105,14 +108,17 @@ class Child:
         print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
 
-def _worth_telling(line: str) -> str | None:
-    """A line as a person should see it; None for log records below warning."""
+def _record(line: str) -> dict[str, Any] | None:
+    """A line's log record; None for a line that is none."""
     try:
         record = json.loads(line)
     except ValueError:
-        return line
-    if not isinstance(record, dict):
-        return line
-    if str(record.get("level", "")).lower() in _QUIET_LEVELS:
         return None
-    return str(record.get("message", line))
+    return record if isinstance(record, dict) else None
+
+
+def _worth_telling(record: Mapping[str, Any]) -> str | None:
+    """A record as a person should see it; None below warning, unless it is a step of a long start."""
+    if str(record.get("level", "")).lower() in _QUIET_LEVELS and "progress" not in record:
+        return None
+    return str(record.get("message", json.dumps(record)))

@@ -45,6 +45,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
+    parser.add_argument(
+        "--compile-backend", default="auto", metavar="NAME", help="native, eager, inductor, ...; default auto"
+    )
     parser.add_argument("--replicas-draft", type=int, default=1, metavar="N", help="0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N")
 
@@ -117,6 +120,7 @@ def _replicas(
             f"{role}_service",
             [
                 *("--model", model, "--device", args.device, "--dtype", args.dtype),
+                *("--compile-backend", args.compile_backend),
                 *("--listen", f"127.0.0.1:{port}", *_common(redis_url)),
             ],
             quiet,

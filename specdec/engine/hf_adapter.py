@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.attention import ATTENTION_NAME, register_attention
 from specdec.engine.base import ModelShape, Worker
+from specdec.engine.compiled import AUTO, NATIVE, CompileOptions, GraphSource, forward_pass, require_backend
 from specdec.engine.int8_projection import Int8Projection
 from specdec.engine.kv_cache import KvCache, block_bytes
 from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
@@ -35,7 +36,6 @@ from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabula
 
 _log = logging.getLogger(__name__)
 
-_COMPILE_BACKENDS = ("auto", "eager", "native")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
@@ -54,7 +54,7 @@ def load_worker(
     kv_cache_bytes: int | None = None,
     num_kv_blocks: int | None = None,
     num_threads: int | None = None,
-    compile_backend: str = "auto",
+    compiling: CompileOptions | None = None,
 ) -> Worker:
     """Loads a checkpoint and its KV pool.
 
@@ -66,18 +66,15 @@ def load_worker(
         kv_cache_bytes: bytes of the KV pool.
         num_kv_blocks: blocks of the KV pool, instead.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
-        compile_backend: `native`: kernels of our own, compiled for this machine; `eager`: PyTorch's operations one
-            by one; `auto`: native where they compute the model and this machine has a C++ compiler.
+        compiling: what is compiled, here and now; None: the native kernels where they compute the model.
 
     Raises:
-        InvalidRequest: no such checkpoint, device, dtype or backend, or no room for a single block.
-        Unsupported: not a decoder-only model, attention that cannot be replaced, int8 elsewhere than on a CPU, or
-            native kernels for a model they do not compute.
+        InvalidRequest: no such checkpoint, device, dtype or compile backend, or no room for a single block.
+        Unsupported: not a decoder-only model, attention that cannot be replaced, int8 elsewhere than on a CPU, or a
+            backend that cannot compile it.
     """
-    if compile_backend not in _COMPILE_BACKENDS:
-        raise InvalidRequest(
-            f"compile_backend {compile_backend!r} is none of {', '.join(_COMPILE_BACKENDS)}", field="compile_backend"
-        )
+    compiling = compiling or CompileOptions()
+    require_backend(compiling.backend)
     directory = locate_checkpoint(model)
     torch_device = _device(device)
     is_int8 = dtype == "int8"
@@ -103,25 +100,27 @@ def load_worker(
     )
     cache = KvCache(shapes, num_blocks=blocks, dtype=torch_dtype, device=torch_device)
     kinds = [layer.kind for layer in layers]
-    if library := _native_library(compile_backend, loaded):
+    if library := _native_library(compiling, loaded):
         return NativeRunner(library, loaded, cache, kinds, shape, is_int8=is_int8)
-    return ModelRunner(_forward_pass(loaded, is_int8), cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+    source = GraphSource(loaded, kinds, cache, shape.model_fingerprint, shape.dtype)
+    forward = forward_pass(compiling, source, partial(_forward_pass, loaded, is_int8))
+    return ModelRunner(forward, cache, kinds, shape, dtype=torch_dtype, device=torch_device)
 
 
-def _native_library(compile_backend: str, model: PreTrainedModel) -> ctypes.CDLL | None:
+def _native_library(compiling: CompileOptions, model: PreTrainedModel) -> ctypes.CDLL | None:
     """The kernels, if `model` is to run through them."""
-    if compile_backend == "eager":
+    if compiling.backend not in (AUTO, NATIVE) or model.device.type != "cpu":
         return None
     try:
-        library = load_library()
+        library = load_library(compiling.directory)
     except Unsupported as error:
-        if compile_backend == "native":
+        if compiling.backend == NATIVE:
             raise
         _log.warning("slower without native kernels: %s", error.message)
         return None
     if NativeRunner.fits(library, model):
         return library
-    if compile_backend == "native":
+    if compiling.backend == NATIVE:
         raise Unsupported(
             f"native kernels do not compute a model of type {model.config.model_type} of this shape in "
             f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}",

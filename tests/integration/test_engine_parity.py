@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.compiled import CompileOptions
 from specdec.engine.hf_adapter import load_worker
 from specdec.types import BLOCK_TOKENS
 from tests.tiny_models import ARCHITECTURES, build_tiny_model
@@ -54,7 +55,7 @@ class Case:
             device="cpu",
             dtype="float32",
             num_kv_blocks=NUM_BLOCKS,
-            compile_backend=compile_backend,
+            compiling=CompileOptions(compile_backend),
         )
         ids = list(range(NUM_BLOCKS))
         random.Random(7).shuffle(ids)

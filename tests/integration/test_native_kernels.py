@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.compiled import CompileOptions
 from specdec.engine.hf_adapter import load_worker
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
@@ -38,9 +41,10 @@ def num_threads(request: pytest.FixtureRequest):
     torch.set_num_threads(threads)
 
 
-def load(directory: Path, **options: object) -> Worker:
+def load(directory: Path, backend: str = "native", kept_in: Path | None = None, **options: object) -> Worker:
     fixed = {"device": "cpu", "dtype": "float32", "num_kv_blocks": NUM_SEQUENCES * BLOCKS_PER_SEQUENCE}
-    return load_worker(str(directory), **(fixed | {"compile_backend": "native"} | options))
+    compiling = CompileOptions(backend, directory=kept_in)
+    return load_worker(str(directory), compiling=compiling, **(fixed | options))
 
 
 def tokens_of(sequence: int) -> list[int]:
@@ -83,7 +87,7 @@ def test_a_row_has_the_same_bits_in_any_company_chunk_and_number_of_threads(
 
 def test_without_that_promise_rows_differ(directory: Path) -> None:
     """The control: PyTorch's own products do give a row other bits in other company."""
-    alone, together = load(directory, compile_backend="eager"), load(directory, compile_backend="eager")
+    alone, together = load(directory, backend="eager"), load(directory, backend="eager")
     assert not torch.equal(token_by_token(alone, 0), run(together, piece(0, 0, LENGTHS[0])))
 
 
@@ -104,41 +108,40 @@ def test_a_model_they_do_not_compute_is_refused_by_name_and_left_to_pytorch_othe
     with pytest.raises(Unsupported, match="gpt2") as raised:
         load(gpt2)
     assert raised.value.field == "compile_backend"
-    assert len(run(load(gpt2, compile_backend="auto"), piece(1, 0, 3))) == 3
+    assert len(run(load(gpt2, backend="auto"), piece(1, 0, 3))) == 3
 
 
 def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="'nowhere'") as raised:
-        load(tmp_path, compile_backend="nowhere")
+        load(tmp_path, backend="nowhere")
     assert raised.value.field == "compile_backend"
 
 
 def test_without_a_compiler_auto_says_so_and_native_stops(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(Unsupported, match="C\\+\\+ compiler"):
-        load(directory)
+        load(directory, kept_in=tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert len(run(load(directory, compile_backend="auto"), piece(1, 0, 3))) == 3
+        assert len(run(load(directory, backend="auto", kept_in=tmp_path), piece(1, 0, 3))) == 3
     assert "C++ compiler" in caplog.text
 
 
-def test_the_kernels_are_compiled_once_a_machine(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load(directory)
-    (library,) = tmp_path.rglob("*.so")
-    made_at = library.stat().st_mtime_ns
-    load(directory)
-    assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()] == [made_at]
+def test_a_second_process_finds_the_kernels_compiled(directory: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from specdec.engine.native.library import load_library\n"
+        "assert load_library(Path(sys.argv[1])).specdec_panel() > 0\n"
+    )
+    files: list[dict[str, int]] = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+        files.append({path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()})
+    assert len(files[0]) == 1
+    assert files[0] == files[1]
 
 
-def test_a_home_that_cannot_be_written_compiles_for_one_process(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_written_compiles_for_one_process(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert len(run(load(directory), piece(1, 0, 3))) == 3
+    assert len(run(load(directory, kept_in=tmp_path / "file" / "below"), piece(1, 0, 3))) == 3

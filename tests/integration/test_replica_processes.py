@@ -86,8 +86,10 @@ def first_round(session_id: str) -> Round:
     )
 
 
-async def test_a_draft_and_a_target_process_serve_a_round_and_end_on_sigterm(model: Path) -> None:
+@pytest.mark.parametrize("compile_backend", ["eager", "aot_eager"])
+async def test_a_draft_and_a_target_process_serve_a_round_and_end_on_sigterm(model: Path, compile_backend: str) -> None:
     common = ("--model", str(model), "--redis-url", "memory://", "--listen", "127.0.0.1:0")
+    common += ("--compile-backend", compile_backend)
     async with AsyncExitStack() as services:
         # Starting takes longest; both at once.
         (draft, draft_address), (target, target_address) = await asyncio.gather(
@@ -149,6 +151,16 @@ async def test_what_cannot_start_says_why_in_one_line(service: str, flags: tuple
     assert out == b""
     assert err.decode().startswith("error: ")
     assert words in err.decode()
+    assert err.count(b"\n") == 1
+
+
+async def test_an_unknown_compile_backend_is_one_line_that_names_those_there_are(model: Path) -> None:
+    flags = ("--model", str(model), "--redis-url", "memory://", "--compile-backend", "tensorflow")
+    process = await start("target_service", "--listen", "127.0.0.1:0", *flags)
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert err.decode().startswith("error: INVALID_ARGUMENT INVALID_REQUEST: compile_backend 'tensorflow' is not")
+    assert ", inductor" in err.decode()
     assert err.count(b"\n") == 1
 
 

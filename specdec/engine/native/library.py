@@ -1,6 +1,6 @@
 """Compiles `step.cpp` for this machine, once, and loads it.
 
-The library is kept in the user's cache directory under a digest of its source, the compiler and the processor, so that
+The library is kept in a cache directory under a digest of its source, the compiler and the processor, so that
 only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. Nothing of
 the models is known here. Called by `specdec.engine.native.runner`.
 """
@@ -8,6 +8,7 @@ the models is known here. Called by `specdec.engine.native.runner`.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -24,23 +25,26 @@ _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"]
 _TIMEOUT_S = 300
 
 
-def load_library() -> ctypes.CDLL:
+@functools.cache
+def load_library(directory: Path | None) -> ctypes.CDLL:
     """The compiled kernels.
+
+    Args:
+        directory: where they are kept between runs; None, or one that cannot be written: nowhere.
 
     Raises:
         Unsupported: no C++ compiler on this machine, or one that cannot compile them.
     """
     compiler = _find_compiler()
-    name = f"{_digest(compiler)}.so"
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native" / name
-    if kept.exists() or _may_write(kept.parent):
-        if not kept.exists():
-            _compile(compiler, kept)
-        return _load(kept)
+    name = f"native-{_digest(compiler)}.so"
+    if directory is not None and ((directory / name).exists() or _may_write(directory)):
+        if not (directory / name).exists():
+            _compile(compiler, directory / name)
+        return _load(directory / name)
     try:
-        with tempfile.TemporaryDirectory(prefix="specdec-native-") as directory:
-            _compile(compiler, Path(directory) / name)
-            return _load(Path(directory) / name)  # stays loaded when the file is gone
+        with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
+            _compile(compiler, Path(temporary) / name)
+            return _load(Path(temporary) / name)  # stays loaded when the file is gone
     except OSError as error:
         raise Unsupported(
             f"native kernels have no directory to be kept in: {error}", field="compile_backend"
@@ -64,10 +68,10 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _find_compiler() -> str:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
             return path
-    raise Unsupported("native kernels need a C++ compiler on the PATH (or in CXX)", field="compile_backend")
+    raise Unsupported("native kernels need a C++ compiler (c++, g++ or clang++) on the PATH", field="compile_backend")
 
 
 def _digest(compiler: str) -> str:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_a_service_sees_its_own_arguments_and_main(tmp_path: Path, environ: Mapp
     child.stop()
 
 
+def test_what_makes_a_start_long_is_told_while_it_starts(
+    tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = '{"level": "INFO", "message": "compiling step graph 1/2 (5 rows)", "progress": "1/2"}'
+    child = Child("target-0", write_module(tmp_path, f"print('loading')\nprint({record!r})"), [], environ)
+    wait_for_end(child)
+    assert child.last_words() == "loading"
+    assert capsys.readouterr().err == "[target-0] compiling step graph 1/2 (5 rows)\n"
+    child.stop()
+
+
 def test_after_the_start_lines_are_relayed_with_the_childs_name_and_info_records_are_not(
     tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +88,8 @@ def test_after_the_start_lines_are_relayed_with_the_childs_name_and_info_records
     )
     child = Child("coordinator", write_module(tmp_path, source), [], environ)
     started.read_text()  # returns when the child has opened its end
+    while not child._held:  # its line is on its way
+        time.sleep(0.001)
     child.relay()
     child.stop()
     assert capsys.readouterr().err.splitlines() == [
