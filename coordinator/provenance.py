@@ -5,6 +5,8 @@ Not here: the decision (core), the wire. Called by `round`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from coordinator.requests import TokenLogprobs, TokenProvenance, TopLogprob
@@ -13,7 +15,7 @@ from specdec.types import LogitRow, Support, TokenSource, Verification
 
 
 def trace_tokens(
-    decision: Decision, supports: tuple[Support, ...], verification: Verification, draft_pool: str
+    decision: Decision, supports: Sequence[Support], verification: Verification, draft_pool: str
 ) -> tuple[TokenProvenance, ...]:
     """One entry per decided token; logprobs are set when the target sent logit rows."""
     entries = []
@@ -32,7 +34,7 @@ def trace_tokens(
 
 
 def _logprobs(
-    token_id: int, index: int, supports: tuple[Support, ...], verification: Verification
+    token_id: int, index: int, supports: Sequence[Support], verification: Verification
 ) -> TokenLogprobs | None:
     if not verification.logit_rows:
         return None

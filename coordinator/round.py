@@ -25,6 +25,7 @@ from coordinator.requests import TokenProvenance
 from coordinator.tokens import SessionTokens
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
+from specdec.core.packed import pack_supports
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
@@ -246,7 +247,7 @@ class RoundRunner:
         return VerifyRequest(
             round=position,
             draft_token_ids=proposal.draft_token_ids,
-            support_ids=tuple(support.token_ids for support in proposal.supports),
+            support_ids=pack_supports(proposal.draft_token_ids.tolist(), proposal.supports).ids,
             num_logprobs=self._setting.num_logprobs,
         )
 

@@ -2,7 +2,8 @@
 
 Leviathan, Kalman, Matias 2023 (arXiv:2211.17192), algorithm 1, with p = target and q = draft, on laws cut and rounded
 as docs/protocol.md section 3 says: exact for any q because q is what was sampled. Called by the coordinator once a
-round. Laws (`acceptance_bound`, `residual_weights`) and draws are apart so that a round's law can be enumerated.
+round, on packed laws. Laws (`acceptance_bound`, `residual_weights`) and draws are apart so that a round's law can be
+enumerated.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.packed import PackedRows, PackedSupports, pack_rows, pack_supports
 from specdec.core.random import DrawKey, Stream, index_at
 from specdec.errors import Internal
 from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds, TokenSource
@@ -45,7 +47,7 @@ def entry_of(token_id: int, support: Support) -> int:
     """
     entry = int(support.token_ids.searchsorted(token_id))
     if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
-        raise Internal(f"draft token {token_id} is not in the support it came with")
+        raise Internal(f"draft token {token_id} is not in its own support")
     return entry
 
 
@@ -54,9 +56,12 @@ def acceptance_bound(entry: int, support: Support, row: LawRow) -> int:
 
     `U * w < P * W` solved for U, so the acceptance probability is min(1, p/q) to within 2^-31.
     """
-    weight = int(support.weights[entry])
-    target = int(row.weights[entry]) * _total(support)
-    return min(LAW_TOTAL, -(-target // weight))
+    return _bound(int(row.weights[entry]), _total(support), int(support.weights[entry]))
+
+
+def _bound(target: int, total: int, weight: int) -> int:
+    """From P of the draft token, W and w."""
+    return min(LAW_TOTAL, -(-target * total // weight))
 
 
 def residual_weights(support: Support, row: LawRow) -> NDArray[np.int64]:
@@ -91,23 +96,26 @@ def verify_rejection(
     Raises:
         Internal: a draft token is outside its support.
     """
-    accepted_entries: list[int] = []
-    for index, token_id in enumerate(draft_token_ids):
-        support, row = supports[index], rows[index]
-        entry = entry_of(int(token_id), support)
-        if key.uint31(index, Stream.ACCEPT) >= acceptance_bound(entry, support, row):
-            weights = residual_weights(support, row)
+    drafted = [int(token_id) for token_id in draft_token_ids]
+    packed, targets = pack_supports(drafted, supports), pack_rows(rows)
+    # Each row has one number more than its support, so in the rows entry i lies i places further.
+    on_drafts = targets.weights[packed.entries + np.arange(len(drafted))].tolist()
+    accepts = key.uint31s(len(drafted), Stream.ACCEPT)
+    num_accepted, final_entry = len(drafted), 0
+    for index, draw in enumerate(accepts):
+        if draw >= _bound(on_drafts[index], packed.totals[index], packed.weights_drawn[index]):
+            weights = residual_weights(packed[index], targets[index])
+            num_accepted = index
             final_entry = index_at(weights, key.below(int(weights.sum()), index, Stream.RESIDUAL))
-            return decision_of(draft_token_ids, supports, rows, accepted_entries, final_entry)
-        accepted_entries.append(entry)
-    return decision_of(draft_token_ids, supports, rows, accepted_entries, 0)
+            break
+    return _decision(drafted, packed, targets, on_drafts, num_accepted, final_entry)
 
 
 def decision_of(
     draft_token_ids: TokenIds | Sequence[int],
     supports: Sequence[Support],
     rows: Sequence[LawRow],
-    accepted_entries: Sequence[int],
+    num_accepted: int,
     final_entry: int,
 ) -> Decision:
     """The decision that keeps the first draft tokens and ends with one entry of the next row.
@@ -116,25 +124,36 @@ def decision_of(
         draft_token_ids: as in `verify_rejection`, like `supports` and `rows`.
         supports: see above.
         rows: see above.
-        accepted_entries: for each draft token kept, its index in its support.
+        num_accepted: draft tokens kept.
         final_entry: entry of the row after those: an index into its support, or the size of it for z.
     """
-    num_accepted = len(accepted_entries)
-    token_ids = [int(token_id) for token_id in draft_token_ids[:num_accepted]]
-    p = [int(row.weights[entry]) / LAW_TOTAL for entry, row in zip(accepted_entries, rows, strict=False)]
-    q = [
-        int(support.weights[entry]) / _total(support)
-        for entry, support in zip(accepted_entries, supports, strict=False)
-    ]
-    last = rows[num_accepted]
-    is_tail = final_entry == len(last.weights) - 1
-    token_ids.append(last.tail_token_id if is_tail else int(supports[num_accepted].token_ids[final_entry]))
-    p.append(last.tail_probability if is_tail else int(last.weights[final_entry]) / LAW_TOTAL)
+    drafted = [int(token_id) for token_id in draft_token_ids]
+    packed, targets = pack_supports(drafted, supports), pack_rows(rows)
+    on_drafts = targets.weights[packed.entries + np.arange(len(drafted))].tolist()
+    return _decision(drafted, packed, targets, on_drafts, num_accepted, final_entry)
+
+
+def _decision(
+    drafted: list[int],
+    supports: PackedSupports,
+    rows: PackedRows,
+    on_drafts: Sequence[int],
+    num_accepted: int,
+    final_entry: int,
+) -> Decision:
+    """`on_drafts`: P of each draft token."""
+    weights = rows.row_weights(num_accepted)
+    if final_entry == len(weights) - 1:
+        token_id, probability = rows.tail_token_ids[num_accepted], rows.tail_probabilities[num_accepted]
+    else:
+        token_id = int(supports.ids[num_accepted][final_entry])
+        probability = int(weights[final_entry]) / LAW_TOTAL
+    q = [supports.weights_drawn[index] / supports.totals[index] for index in range(num_accepted)]
     return Decision(
         num_accepted=num_accepted,
-        token_ids=tuple(token_ids),
-        sources=sources_of(len(draft_token_ids), num_accepted),
-        p=tuple(p),
+        token_ids=(*drafted[:num_accepted], token_id),
+        sources=sources_of(len(drafted), num_accepted),
+        p=(*(target / LAW_TOTAL for target in on_drafts[:num_accepted]), probability),
         q=(*q, 0.0),
     )
 

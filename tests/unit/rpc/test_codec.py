@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def same(left: Any, right: Any) -> bool:
         return type(left) is type(right) and all(
             same(getattr(left, field.name), getattr(right, field.name)) for field in fields(left)
         )
-    if isinstance(left, tuple):
+    if isinstance(left, Sequence) and not isinstance(left, str | bytes):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and bool(np.array_equal(left, right))
@@ -101,7 +102,7 @@ async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None
 def test_any_supports_survive_the_wire(supports: list[set[int]]) -> None:
     ids = [np.array(sorted(support), dtype=np.uint32) for support in supports]
     message = encode_supports(ids) if ids else draft_pb2.Supports()
-    decoded = decode_supports(message, len(ids))
+    (decoded,) = decode_supports([message], [len(ids)])
     assert all(map(np.array_equal, decoded, ids))
 
 
