@@ -46,7 +46,8 @@ class OutputStream:
         self._ends: list[int] = []
         self._finished: Finished | None = None
         self._error: SpecdecError | None = None
-        self._news = asyncio.Event()
+        self._readers: list[asyncio.Future[None]] = []
+        """Those that have read everything."""
 
     @property
     def is_over(self) -> bool:
@@ -81,25 +82,30 @@ class OutputStream:
         )
         position, chunk_index = start, 0
         while True:
-            news = self._news
             while chunk_index < len(self._ends):
                 end = self._ends[chunk_index]
                 chunk_index += 1
                 if end > position:
                     yield Chunk(position, tuple(self.tokens[position:end]))
                     position = end
-            if news is not self._news:
-                continue
             if self._error is not None:
                 raise self._error
             if self._finished is not None:
                 yield self._finished
                 return
-            await news.wait()
+            await self._next_news()
+
+    def _next_news(self) -> asyncio.Future[None]:
+        """Done at the next `_tell`."""
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._readers.append(news)
+        return news
 
     def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        readers, self._readers = self._readers, []
+        for news in readers:
+            if not news.done():
+                news.set_result(None)
 
 
 class Subscription:

@@ -76,7 +76,10 @@ class Commit:
 
 
 class SessionStore(Protocol):
-    """Every method but `commit_all` is one atomic step. All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached."""
+    """Every method but `commit_all` is one atomic step.
+
+    All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached.
+    """
 
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
         """Takes the session's lease and raises its epoch to max(stored + 1, server time in µs).
