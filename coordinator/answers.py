@@ -30,14 +30,12 @@ def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocab
         raise Internal(
             f"the draft answered {num_draft_tokens} tokens and {len(proposal.supports)} supports to gamma {gamma}"
         )
-    supports = pack_supports(proposal.draft_token_ids.tolist(), proposal.supports)
-    # Each draft token is in its support, whose ids ascend: the last one is the largest.
-    largest = (
-        supports.ids.token_ids[[start - 1 for start in supports.ids.starts]]
-        if num_draft_tokens and with_supports
-        else proposal.draft_token_ids
-    )
-    _check_ids(largest.tolist(), vocabulary_size, "the draft")
+    token_ids = proposal.draft_token_ids.tolist()
+    if with_supports:
+        # Each draft token is in its support, whose ids ascend: the last one is the largest.
+        ids = pack_supports(token_ids, proposal.supports).ids
+        token_ids = [int(ids.token_ids[start - 1]) for start in ids.starts]
+    _check_ids(token_ids, vocabulary_size, "the draft")
 
 
 def check_verification(verification: Verification, address: str, *, vocabulary_size: int) -> None:
@@ -46,9 +44,8 @@ def check_verification(verification: Verification, address: str, *, vocabulary_s
     Raises:
         Internal: it does; the message names the replica at `address`.
     """
-    chosen = (
-        pack_rows(verification.rows).tail_token_ids if verification.rows else verification.choice_token_ids.tolist()
-    )
+    rows = verification.rows
+    chosen = pack_rows(rows).tail_token_ids if rows else verification.choice_token_ids.tolist()
     _check_ids(chosen, vocabulary_size, f"target {address}")
 
 

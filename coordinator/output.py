@@ -7,7 +7,7 @@ the rounds were, a replay from the log gives the same text. Not here: committing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from coordinator.detokenizer import IncrementalDetokenizer
 from coordinator.requests import OutputToken, TokenProvenance
@@ -15,8 +15,7 @@ from coordinator.tokenizer import ServedTokenizer
 from specdec.types import FinishReason, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class OutputStep:
+class OutputStep(NamedTuple):
     """What one round added."""
 
     tokens: tuple[OutputToken, ...]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -71,8 +71,7 @@ class RoundSetting:
         return self.law.is_greedy or self.draw_rule is DrawRule.COUPLED
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
+class RoundOutcome(NamedTuple):
     """What a round decided. Nothing of it is committed yet."""
 
     token_ids: tuple[int, ...]
@@ -92,8 +91,7 @@ class RoundOutcome:
     there was one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftAnswer:
+class _DraftAnswer(NamedTuple):
     proposal: Proposal = _NO_PROPOSAL
     replica: DraftReplica | None = None
     wait_s: float = 0.0
@@ -102,8 +100,7 @@ class _DraftAnswer:
     """Draft tokens asked for, 0 where no replica was asked."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TargetAnswer:
+class _TargetAnswer(NamedTuple):
     replica: TargetReplica
     verification: Verification
     wait_s: float
@@ -182,10 +179,12 @@ class RoundRunner:
             return _DraftAnswer(missing_cause="draft_context")
         began = time.perf_counter()
         try:
-            async with asyncio.timeout(self._setting.draft_timeout_s):
-                proposal = await self._ask(
-                    replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma), wire)
-                )
+            deadline_s = self._draft_deadline_s()
+            proposal = await self._ask(
+                replica,
+                round_id,
+                lambda position: replica.link.propose(ProposeRequest(position, gamma), wire, deadline_s=deadline_s),
+            )
             check_proposal(
                 proposal,
                 gamma=gamma,
@@ -203,6 +202,11 @@ class RoundRunner:
             missing_cause="" if len(proposal.draft_token_ids) else "empty",
             num_asked=gamma,
         )
+
+    def _draft_deadline_s(self) -> float | None:
+        """Of the event loop's clock."""
+        timeout_s = self._setting.draft_timeout_s
+        return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
     async def _verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""

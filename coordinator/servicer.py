@@ -150,7 +150,7 @@ def _encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.Genera
 def _encode_chunk(chunk: Chunk, *, with_details: bool) -> coordinator_pb2.GenerateResponse:
     response = coordinator_pb2.GenerateResponse()
     message = response.tokens
-    message.index = chunk.index
+    message.index = chunk.start
     message.token_ids.extend([token.token_id for token in chunk.tokens])
     message.text = chunk.text
     if with_details:

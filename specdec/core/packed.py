@@ -59,13 +59,13 @@ class PackedIds(Sequence[TokenIds]):
 class PackedSupports(Sequence[Support]):
     """L supports, and what a decision needs of the token that was drawn from each."""
 
-    __slots__ = ("entries", "ids", "totals", "weights", "weights_drawn")
+    __slots__ = ("ids", "row_entries", "totals", "weights", "weights_drawn")
 
     def __init__(
         self,
         ids: PackedIds,
         weights: NDArray[np.uint16],
-        entries: NDArray[np.int64],
+        row_entries: NDArray[np.int64],
         weights_drawn: Sequence[int],
         totals: Sequence[int],
     ) -> None:
@@ -73,13 +73,14 @@ class PackedSupports(Sequence[Support]):
         Args:
             ids: of the L supports.
             weights: uint16 [sum of sizes], beside the ids.
-            entries: int64 [L], where in `ids.token_ids` each draft token is (`locate_drawn`).
+            row_entries: int64 [L], where in the concatenated rows over these supports each draft token is. A row has
+                one number more than its support, so entry e of support i is i places further than in `ids.token_ids`.
             weights_drawn: [L], w of each draft token.
             totals: [L], W of each support.
         """
         self.ids = ids
         self.weights = weights
-        self.entries = entries
+        self.row_entries = row_entries
         self.weights_drawn = weights_drawn
         self.totals = totals
 
@@ -151,7 +152,7 @@ def locate_drawn(
     Raises:
         Internal: a draft token is outside its support, so the proposal is not what was sampled.
     """
-    entries = np.flatnonzero(token_ids == np.repeat(np.array(drawn, dtype=token_ids.dtype), sizes))
+    entries: NDArray[np.int64] = (token_ids == np.array(drawn, dtype=token_ids.dtype).repeat(sizes)).nonzero()[0]
     # Ids ascend within a support, so each has at most one place; too few places mean that one is missing.
     if len(entries) != len(drawn):
         for token_id, start, size in zip(drawn, starts, sizes, strict=True):
@@ -177,7 +178,8 @@ def pack_supports(draft_token_ids: Sequence[int], supports: Sequence[Support]) -
     weights = np.concatenate([support.weights for support in supports])
     entries = locate_drawn(draft_token_ids, ids.token_ids, ids.starts, ids.sizes)
     totals = np.add.reduceat(weights, ids.starts, dtype=np.int64)
-    return PackedSupports(ids, weights, entries, weights[entries].tolist(), totals.tolist())
+    row_entries = entries + np.arange(len(supports))
+    return PackedSupports(ids, weights, row_entries, weights[entries].tolist(), totals.tolist())
 
 
 def pack_rows(rows: Sequence[LawRow]) -> PackedRows:

@@ -9,19 +9,18 @@ enumerated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.packed import PackedRows, PackedSupports, pack_rows, pack_supports
-from specdec.core.random import DrawKey, Stream, index_at
+from specdec.core.random import DrawKey, Stream
 from specdec.errors import Internal
 from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds, TokenSource
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What one round emits."""
 
     num_accepted: int
@@ -69,12 +68,16 @@ def residual_weights(support: Support, row: LawRow) -> NDArray[np.int64]:
 
     Their sum is at most 2^62. Where p = q on all of it, p itself.
     """
-    total = _total(support)
-    target = row.weights.astype(np.int64)
-    residual = target * total
-    residual[:-1] -= support.weights.astype(np.int64) * LAW_TOTAL
+    return _residual(support.weights, _total(support), row.weights)
+
+
+def _residual(drafting: NDArray[np.uint16], total: int, target: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """From the support's weights, their sum W, and the row's."""
+    residual = target.astype(np.int64)
+    residual *= total
+    residual[:-1] -= drafting.astype(np.int64) * LAW_TOTAL
     np.maximum(residual, 0, out=residual)
-    return residual if residual.any() else target
+    return residual if residual.any() else target.astype(np.int64)
 
 
 def _total(support: Support) -> int:
@@ -96,17 +99,18 @@ def verify_rejection(
     Raises:
         Internal: a draft token is outside its support.
     """
-    drafted = [int(token_id) for token_id in draft_token_ids]
+    drafted = list(map(int, draft_token_ids))
     packed, targets = pack_supports(drafted, supports), pack_rows(rows)
-    # Each row has one number more than its support, so in the rows entry i lies i places further.
-    on_drafts = targets.weights[packed.entries + np.arange(len(drafted))].tolist()
+    on_drafts = targets.weights[packed.row_entries].tolist()
     accepts = key.uint31s(len(drafted), Stream.ACCEPT)
     num_accepted, final_entry = len(drafted), 0
     for index, draw in enumerate(accepts):
         if draw >= _bound(on_drafts[index], packed.totals[index], packed.weights_drawn[index]):
-            weights = residual_weights(packed[index], targets[index])
+            start, size = packed.ids.starts[index], packed.ids.sizes[index]
+            drafting = packed.weights[start : start + size]
+            reach = _residual(drafting, packed.totals[index], targets.row_weights(index)).cumsum()
             num_accepted = index
-            final_entry = index_at(weights, key.below(int(weights.sum()), index, Stream.RESIDUAL))
+            final_entry = int(reach.searchsorted(key.below(int(reach[-1]), index, Stream.RESIDUAL), side="right"))
             break
     return _decision(drafted, packed, targets, on_drafts, num_accepted, final_entry)
 
@@ -127,9 +131,9 @@ def decision_of(
         num_accepted: draft tokens kept.
         final_entry: entry of the row after those: an index into its support, or the size of it for z.
     """
-    drafted = [int(token_id) for token_id in draft_token_ids]
+    drafted = list(map(int, draft_token_ids))
     packed, targets = pack_supports(drafted, supports), pack_rows(rows)
-    on_drafts = targets.weights[packed.entries + np.arange(len(drafted))].tolist()
+    on_drafts = targets.weights[packed.row_entries].tolist()
     return _decision(drafted, packed, targets, on_drafts, num_accepted, final_entry)
 
 

@@ -68,6 +68,11 @@ class _Pending:
     answer: asyncio.Future[Any]
 
 
+def _expire(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())
+
+
 class _Stream:
     """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
 
@@ -98,16 +103,21 @@ class _Stream:
             if self._next_call_id not in self._pending:
                 return self._next_call_id
 
-    async def ask(self, request: Any, message: Any, message_bytes: int, wire: WireCount) -> Any:
-        """Sends one item; returns its decoded reply."""
+    async def ask(
+        self, request: Any, message: Any, message_bytes: int, wire: WireCount, deadline_s: float | None
+    ) -> Any:
+        """Sends one item; returns its decoded reply. `deadline_s` is of the loop's clock; raises TimeoutError at it."""
         call_id = message.call_id
         pending = _Pending(request, message, message_bytes, wire, self._loop.create_future())
         self._pending[call_id] = pending
         self._outbox.append(pending)
         self._wake.set()
+        timer = None if deadline_s is None else self._loop.call_at(deadline_s, _expire, pending.answer)
         try:
             return await pending.answer
         finally:
+            if timer is not None:
+                timer.cancel()
             # A cancelled call is forgotten: unsent, it never leaves; sent, its reply is dropped on arrival.
             self._pending.pop(call_id, None)
 
@@ -228,7 +238,7 @@ class _Link(Generic[RequestT, ReplyT]):
         """The replies of one frame; a malformed one is its own error."""
         raise NotImplementedError
 
-    async def _ask(self, request: RequestT, wire: WireCount | None) -> ReplyT:
+    async def _ask(self, request: RequestT, wire: WireCount | None, deadline_s: float | None = None) -> ReplyT:
         stream = self._open_stream()
         message = self._encode(request, stream.next_call_id())
         message_bytes = message.ByteSize()
@@ -236,7 +246,8 @@ class _Link(Generic[RequestT, ReplyT]):
             raise InvalidRequest(
                 f"{self.address}: a request of {message_bytes} bytes; the limit is {self._max_message_bytes}"
             )
-        reply: ReplyT = await stream.ask(request, message, message_bytes, WireCount() if wire is None else wire)
+        wire = WireCount() if wire is None else wire
+        reply: ReplyT = await stream.ask(request, message, message_bytes, wire, deadline_s)
         return reply
 
     def _open_stream(self) -> _Stream:
@@ -290,18 +301,21 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
 
     _stub_type = draft_pb2_grpc.DraftServiceStub
 
-    async def propose(self, request: ProposeRequest, wire: WireCount | None = None) -> Proposal:
+    async def propose(
+        self, request: ProposeRequest, wire: WireCount | None = None, *, deadline_s: float | None = None
+    ) -> Proposal:
         """Asks for draft tokens. Idempotent by (session, epoch, round) and digest, so it may be repeated.
 
         Cancelling forgets the call and disturbs no other; the replica may still finish it. What was sent and received
-        is added to `wire` however the call ends.
+        is added to `wire` however the call ends. At `deadline_s` of the event loop's clock it is given up.
 
         Raises:
+            TimeoutError: the deadline has passed.
             Unavailable: the replica cannot be reached or broke off; at once, for every call pending on it.
             Internal: its answer does not fit the request.
             SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
         """
-        return await self._ask(request, wire)
+        return await self._ask(request, wire, deadline_s)
 
     def _open_call(self, stub: Any) -> Any:
         return stub.Propose()

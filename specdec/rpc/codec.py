@@ -184,19 +184,21 @@ def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[
     flat = [token_id for drawn_here in drawn for token_id in drawn_here]
     starts = [0, *accumulate(sizes[:-1])]
     entries = locate_drawn(flat, np.concatenate([ids.token_ids for ids in packed]), starts, sizes)
+    # Counted from the message's own first row: less what came before, plus one for each row before in the message.
+    offsets = [
+        index - start
+        for start, drawn_here in zip([0, *accumulate(counts[:-1])], drawn, strict=True)
+        for index in range(len(drawn_here))
+    ]
     columns = zip(
         packed,
         split(weights, counts),
-        split(entries, [len(ids) for ids in packed]),
-        [0, *accumulate(counts[:-1])],
+        split(entries + np.array(offsets), [len(ids) for ids in packed]),
         _cut(weights[entries].tolist(), drawn),
         _cut(np.add.reduceat(weights, starts, dtype=np.int64).tolist(), drawn),
         strict=True,
     )
-    return [
-        PackedSupports(ids, own_weights, own_entries - start, drawn_weights, totals) if drawn_weights else ()
-        for ids, own_weights, own_entries, start, drawn_weights, totals in columns
-    ]
+    return [PackedSupports(*column) if len(column[0]) else () for column in columns]
 
 
 def encode_verification(verification: Verification, call_id: int) -> target_pb2.Verification:

@@ -143,7 +143,7 @@ class RedisSessionStore:
     async def _run(self, script: str, session_id: str, args: list[str | bytes | int]) -> Any:
         return await self._connection.run_script(script, self._keys(session_id), args)
 
-    def _keys(self, session_id: str) -> list[str]:
+    def _keys(self, session_id: str) -> tuple[str, str, str]:
         return session_keys(self._tenant, session_id)
 
     def _fence(self, lease: Lease, *between: int) -> list[str | bytes | int]:
