@@ -6,13 +6,11 @@ tokenizer knows. Not here: what happens then (`round`), the answer's shape (`spe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-import numpy as np
-
-from specdec.core.rejection import entry_of
+from specdec.core.packed import pack_rows, pack_supports
 from specdec.errors import Internal
-from specdec.types import Proposal, TokenIds, Verification
+from specdec.types import Proposal, Verification
 
 
 def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocabulary_size: int) -> None:
@@ -32,10 +30,12 @@ def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocab
         raise Internal(
             f"the draft answered {num_draft_tokens} tokens and {len(proposal.supports)} supports to gamma {gamma}"
         )
-    token_ids = [proposal.draft_token_ids, *(support.token_ids for support in proposal.supports)]
+    token_ids = proposal.draft_token_ids.tolist()
+    if with_supports:
+        # Each draft token is in its support, whose ids ascend: the last one is the largest.
+        ids = pack_supports(token_ids, proposal.supports).ids
+        token_ids = [int(ids.token_ids[start - 1]) for start in ids.starts]
     _check_ids(token_ids, vocabulary_size, "the draft")
-    for token_id, support in zip(proposal.draft_token_ids, proposal.supports, strict=False):
-        entry_of(int(token_id), support)
 
 
 def check_verification(verification: Verification, address: str, *, vocabulary_size: int) -> None:
@@ -44,11 +44,12 @@ def check_verification(verification: Verification, address: str, *, vocabulary_s
     Raises:
         Internal: it does; the message names the replica at `address`.
     """
-    tails = [row.tail_token_id for row in verification.rows if row.tail_token_id >= 0]
-    _check_ids([verification.choice_token_ids, np.array(tails, dtype=np.uint32)], vocabulary_size, f"target {address}")
+    rows = verification.rows
+    chosen = pack_rows(rows).tail_token_ids if rows else verification.choice_token_ids.tolist()
+    _check_ids(chosen, vocabulary_size, f"target {address}")
 
 
-def _check_ids(arrays: Iterable[TokenIds], vocabulary_size: int, who: str) -> None:
-    for token_ids in arrays:
-        if len(token_ids) and int(token_ids.max()) >= vocabulary_size:
-            raise Internal(f"{who} answered token id {int(token_ids.max())}, the vocabulary has {vocabulary_size}")
+def _check_ids(token_ids: Sequence[int], vocabulary_size: int, who: str) -> None:
+    largest = max(token_ids, default=-1)
+    if largest >= vocabulary_size:
+        raise Internal(f"{who} answered token id {largest}, the vocabulary has {vocabulary_size}")

@@ -74,7 +74,11 @@ class IncrementalDetokenizer:
 
     def _push_one(self, token_id: int) -> str:
         text = self._decoder.push(token_id)
-        self._held += self._clean_up.push(text) if self._clean_up else text
+        if self._clean_up is not None:
+            text = self._clean_up.push(text)
+        if not self._stop and not self._held:
+            return text
+        self._held += text
         if not self._stop:
             text, self._held = self._held, ""
             return text

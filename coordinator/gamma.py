@@ -9,7 +9,7 @@ how times are fitted (`forward_time`). Called by `round`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from coordinator.forward_time import ForwardTime, RunningMean, keep_after
 
@@ -31,8 +31,7 @@ SESSION_KEEP = 0.95
 POOL_KEEP = 0.99
 
 
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
+class RoundTimes(NamedTuple):
     """What a finished round tells."""
 
     num_draft_tokens: int

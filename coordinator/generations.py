@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from coordinator.accounting import Account
+from coordinator.commits import CommitQueue
 from coordinator.gamma import GammaChooser, PoolRecord
 from coordinator.leases import Leases
 from coordinator.output import OutputWriter
@@ -88,6 +89,7 @@ class Generations:
         self._pools = pools
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._commits = CommitQueue(store)
         self._leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         self._placement = Placement(pools)
         self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
@@ -298,6 +300,7 @@ class Generations:
         )
         parts = GenerationParts(
             store=self._store,
+            commits=self._commits,
             lease=lease,
             runner=RoundRunner(setting, beginning.tokens, replicas, gamma),
             replicas=replicas,

@@ -7,7 +7,7 @@ the rounds were, a replay from the log gives the same text. Not here: committing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from coordinator.detokenizer import IncrementalDetokenizer
 from coordinator.requests import OutputToken, TokenProvenance
@@ -15,8 +15,7 @@ from coordinator.tokenizer import ServedTokenizer
 from specdec.types import FinishReason, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class OutputStep:
+class OutputStep(NamedTuple):
     """What one round added."""
 
     tokens: tuple[OutputToken, ...]
@@ -43,21 +42,20 @@ class OutputWriter:
     def write(self, token_ids: Sequence[int], provenance: Sequence[TokenProvenance | None]) -> OutputStep:
         """Takes tokens up to the one that ends the output; those after it are discarded."""
         written: list[OutputToken] = []
+        detokenizer, end_token_ids = self._detokenizer, self._end_token_ids
         for token_id, origin in zip(token_ids, provenance, strict=True):
-            text, finish_reason = self._write_one(token_id)
+            self._num_tokens += 1
+            finish_reason: FinishReason | None = None
+            if token_id in end_token_ids:
+                # The end token has no text of its own, but text held back in case a stop string began is now final.
+                text, finish_reason = detokenizer.finish(), FinishReason.STOP
+            else:
+                text, _, stopped = detokenizer.push((token_id,))
+                if stopped:
+                    finish_reason = FinishReason.STOP_STRING
+                elif self._num_tokens == self._max_new_tokens:
+                    text, finish_reason = text + detokenizer.finish(), FinishReason.LENGTH
             written.append(OutputToken(token_id, text, origin))
             if finish_reason is not None:
                 return OutputStep(tuple(written), finish_reason)
         return OutputStep(tuple(written), None)
-
-    def _write_one(self, token_id: int) -> tuple[str, FinishReason | None]:
-        self._num_tokens += 1
-        if token_id in self._end_token_ids:
-            # The end token has no text of its own, but text held back in case a stop string began is now final.
-            return self._detokenizer.finish(), FinishReason.STOP
-        text, _, stopped = self._detokenizer.push([token_id])
-        if stopped:
-            return text, FinishReason.STOP_STRING
-        if self.remaining == 0:
-            return text + self._detokenizer.finish(), FinishReason.LENGTH
-        return text, None

@@ -5,37 +5,32 @@ Not here: the decision (core), the wire. Called by `round`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from coordinator.requests import TokenLogprobs, TokenProvenance, TopLogprob
 from specdec.core.rejection import Decision
 from specdec.types import LogitRow, Support, TokenSource, Verification
 
+_DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
+
 
 def trace_tokens(
-    decision: Decision, supports: tuple[Support, ...], verification: Verification, draft_pool: str
+    decision: Decision, supports: Sequence[Support], verification: Verification, draft_pool: str
 ) -> tuple[TokenProvenance, ...]:
     """One entry per decided token; logprobs are set when the target sent logit rows."""
     entries = []
-    for index, source in enumerate(decision.sources):
-        has_draft = source in (TokenSource.ACCEPTED, TokenSource.CORRECTED)
-        entries.append(
-            TokenProvenance(
-                source=source,
-                p=decision.p[index],
-                q=decision.q[index],
-                draft_pool=draft_pool if has_draft else "",
-                logprobs=_logprobs(decision.token_ids[index], index, supports, verification),
-            )
-        )
+    for index, (source, p, q) in enumerate(zip(decision.sources, decision.p, decision.q, strict=True)):
+        pool = draft_pool if source in _DRAFTED else ""
+        logprobs = None
+        if verification.logit_rows:
+            logprobs = _logprobs(decision.token_ids[index], index, supports, verification)
+        entries.append(TokenProvenance(source, p, q, pool, logprobs))
     return tuple(entries)
 
 
-def _logprobs(
-    token_id: int, index: int, supports: tuple[Support, ...], verification: Verification
-) -> TokenLogprobs | None:
-    if not verification.logit_rows:
-        return None
+def _logprobs(token_id: int, index: int, supports: Sequence[Support], verification: Verification) -> TokenLogprobs:
     row = verification.logit_rows[index]
     support = supports[index] if index < len(supports) else None
     return TokenLogprobs(

@@ -133,8 +133,8 @@ def decode_parameters(text: str) -> RequestParameters:
 
 
 def encode_stats(stats: GenerationStats) -> str:
-    # Once a round: `asdict` would copy every list first.
-    return json.dumps({name: getattr(stats, name) for name in _STATS_FIELDS})
+    # Once a round: counts, times and a list of counts are JSON as Python prints them.
+    return "{" + ",".join([f'"{name}":{getattr(stats, name)!r}' for name in _STATS_FIELDS]) + "}"
 
 
 _STATS_FIELDS = tuple(GenerationStats.__dataclass_fields__)

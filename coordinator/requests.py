@@ -128,11 +128,11 @@ class Started:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens of one round (or of a replay); the same fields as the proto's `TokenChunk`."""
+class Chunk(NamedTuple):
+    """The tokens of one round (or of a replay), as the proto's `TokenChunk`."""
 
-    index: int
+    start: int
+    """Index of the first one in the output."""
     tokens: tuple[OutputToken, ...]
 
     @property

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from coordinator.requests import TokenProvenance
 from coordinator.tokens import SessionTokens
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
+from specdec.core.packed import pack_supports
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
@@ -70,8 +71,7 @@ class RoundSetting:
         return self.law.is_greedy or self.draw_rule is DrawRule.COUPLED
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
+class RoundOutcome(NamedTuple):
     """What a round decided. Nothing of it is committed yet."""
 
     token_ids: tuple[int, ...]
@@ -91,8 +91,7 @@ class RoundOutcome:
     there was one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftAnswer:
+class _DraftAnswer(NamedTuple):
     proposal: Proposal = _NO_PROPOSAL
     replica: DraftReplica | None = None
     wait_s: float = 0.0
@@ -101,8 +100,7 @@ class _DraftAnswer:
     """Draft tokens asked for, 0 where no replica was asked."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TargetAnswer:
+class _TargetAnswer(NamedTuple):
     replica: TargetReplica
     verification: Verification
     wait_s: float
@@ -181,10 +179,12 @@ class RoundRunner:
             return _DraftAnswer(missing_cause="draft_context")
         began = time.perf_counter()
         try:
-            async with asyncio.timeout(self._setting.draft_timeout_s):
-                proposal = await self._ask(
-                    replica, round_id, lambda position: replica.link.propose(ProposeRequest(position, gamma), wire)
-                )
+            deadline_s = self._draft_deadline_s()
+            proposal = await self._ask(
+                replica,
+                round_id,
+                lambda position: replica.link.propose(ProposeRequest(position, gamma), wire, deadline_s=deadline_s),
+            )
             check_proposal(
                 proposal,
                 gamma=gamma,
@@ -202,6 +202,11 @@ class RoundRunner:
             missing_cause="" if len(proposal.draft_token_ids) else "empty",
             num_asked=gamma,
         )
+
+    def _draft_deadline_s(self) -> float | None:
+        """Of the event loop's clock."""
+        timeout_s = self._setting.draft_timeout_s
+        return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
     async def _verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""
@@ -246,7 +251,7 @@ class RoundRunner:
         return VerifyRequest(
             round=position,
             draft_token_ids=proposal.draft_token_ids,
-            support_ids=tuple(support.token_ids for support in proposal.supports),
+            support_ids=pack_supports(proposal.draft_token_ids.tolist(), proposal.supports).ids,
             num_logprobs=self._setting.num_logprobs,
         )
 

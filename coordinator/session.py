@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.accounting import Account
+from coordinator.commits import CommitQueue
 from coordinator.output import OutputWriter
 from coordinator.placement import SessionReplicas
 from coordinator.recovery import encode_stats
@@ -45,7 +46,8 @@ class OutputStream:
         self._ends: list[int] = []
         self._finished: Finished | None = None
         self._error: SpecdecError | None = None
-        self._news = asyncio.Event()
+        self._readers: list[asyncio.Future[None]] = []
+        """Those that have read everything."""
 
     @property
     def is_over(self) -> bool:
@@ -80,25 +82,30 @@ class OutputStream:
         )
         position, chunk_index = start, 0
         while True:
-            news = self._news
             while chunk_index < len(self._ends):
                 end = self._ends[chunk_index]
                 chunk_index += 1
                 if end > position:
                     yield Chunk(position, tuple(self.tokens[position:end]))
                     position = end
-            if news is not self._news:
-                continue
             if self._error is not None:
                 raise self._error
             if self._finished is not None:
                 yield self._finished
                 return
-            await news.wait()
+            await self._next_news()
+
+    def _next_news(self) -> asyncio.Future[None]:
+        """Done at the next `_tell`."""
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._readers.append(news)
+        return news
 
     def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        readers, self._readers = self._readers, []
+        for news in readers:
+            if not news.done():
+                news.set_result(None)
 
 
 class Subscription:
@@ -129,6 +136,7 @@ class GenerationParts:
     """What a generation works with; it owns the lease and the tokens from here on."""
 
     store: SessionStore
+    commits: CommitQueue
     lease: Lease
     runner: RoundRunner
     replicas: SessionReplicas
@@ -152,7 +160,8 @@ class Generation:
         self._num_readers = 0
         self._cancel_reason: SpecdecError | None = None
         self._is_ending = False
-        self._publication: asyncio.Task[None] | None = None
+        self._publication: asyncio.Future[None] | None = None
+        self._insisting: asyncio.Task[None] | None = None
         self.task = asyncio.create_task(self._run(), name=f"generation {identity.session_id}")
 
     @property
@@ -211,42 +220,75 @@ class Generation:
             outcome = await parts.runner.run(parts.round_id, parts.writer.remaining)
             step = parts.writer.write(outcome.token_ids, outcome.provenance)
             base_len = len(parts.tokens)
-            parts.tokens.extend([token.token_id for token in step.tokens])
+            token_ids = outcome.token_ids[: len(step.tokens)]
+            parts.tokens.extend(token_ids)
             parts.replicas.settle(len(parts.tokens))
             parts.account.count_round(outcome)
             if self._publication is not None:
-                await asyncio.shield(self._publication)
+                # A round takes longer than a commit, so that there is hardly ever anything to wait for.
+                if not self._publication.done():
+                    await asyncio.shield(self._publication)
+                self._publication.result()
             commit = Commit(
                 round_id=parts.round_id,
                 base_len=base_len,
-                token_ids=np.array([token.token_id for token in step.tokens], dtype=np.uint32),
+                token_ids=np.array(token_ids, dtype=np.uint32),
                 stats_json=encode_stats(parts.account.stats),
                 finish_reason=step.finish_reason,
             )
             parts.round_id += 1
-            self._publication = asyncio.create_task(self._publish(commit, step.tokens))
+            self._publication = self._publish(commit, step.tokens)
             if step.finish_reason is not None:
                 await asyncio.shield(self._publication)
                 return self._finished(step.finish_reason)
 
-    async def _publish(self, commit: Commit, tokens: Sequence[OutputToken]) -> None:
-        """Commits a round, then shows it."""
-        await self._commit(commit)
+    def _publish(self, commit: Commit, tokens: Sequence[OutputToken]) -> asyncio.Future[None]:
+        """Commits a round, then shows it; the answer is when that is done, or why it was not."""
+        shown: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def settle(error: Exception | None) -> None:
+            if error is None:
+                self._show(tokens)
+                shown.set_result(None)
+            elif isinstance(error, SessionLost | Unavailable):
+                self._insisting = asyncio.create_task(self._insist(commit, tokens, error, shown))
+            else:
+                shown.set_exception(error)
+
+        self._parts.commits.add(self._parts.lease, commit, settle)
+        return shown
+
+    def _show(self, tokens: Sequence[OutputToken]) -> None:
         self._parts.account.count_chunk(len(tokens), is_first=not self.stream.tokens)
         self.stream.publish(tokens)
 
-    async def _commit(self, commit: Commit) -> None:
-        store, lease = self._parts.store, self._parts.lease
-        for pause_s in (*_COMMIT_RETRY_PAUSES_S, None):
-            try:
-                return await store.commit(lease, commit)
-            except SessionLost:
+    async def _insist(
+        self, commit: Commit, tokens: Sequence[OutputToken], error: SpecdecError, shown: asyncio.Future[None]
+    ) -> None:
+        """Settles a publication whose commit met `error`."""
+        try:
+            await self._commit_again(commit, error)
+        except asyncio.CancelledError:
+            shown.cancel()
+            raise
+        except Exception as failure:
+            shown.set_exception(failure)
+        else:
+            self._show(tokens)
+            shown.set_result(None)
+
+    async def _commit_again(self, commit: Commit, error: SpecdecError) -> None:
+        """Tries on as long as it may help. Raises as `SessionStore.commit`."""
+        for pause_s in _COMMIT_RETRY_PAUSES_S:
+            if isinstance(error, SessionLost):
                 await self._repair(commit.base_len)
-            except Unavailable:
-                if pause_s is None:
-                    raise
+            else:
                 await asyncio.sleep(pause_s)
-        return await store.commit(lease, commit)
+            try:
+                return await self._parts.store.commit(self._parts.lease, commit)
+            except (SessionLost, Unavailable) as again:
+                error = again
+        raise error
 
     async def _repair(self, base_len: int) -> None:
         """The store lost its latest writes; this owner still knows them."""

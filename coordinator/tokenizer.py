@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from jinja2 import TemplateError
 
 from specdec.errors import InvalidRequest
 from specdec.vocabulary import load_tokenizer, vocabulary_fingerprint, vocabulary_size
+
+#: Tokens whose spelling is at hand.
+_MAX_REMEMBERED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class ServedTokenizer:
         self.fingerprint = vocabulary_fingerprint(vocabulary)
         """As `EngineInfo.vocabulary_fingerprint` of every replica must be."""
         self.rules = _read_rules(self._tokenizer)
+        self._token = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(self._tokenizer.backend_tokenizer.id_to_token)
 
     @property
     def has_chat_template(self) -> bool:
@@ -101,7 +106,7 @@ class ServedTokenizer:
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an id without one."""
-        return self._tokenizer.backend_tokenizer.id_to_token(token_id)
+        return self._token(token_id)
 
 
 def _read_rules(tokenizer: Any) -> DecodingRules:

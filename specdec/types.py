@@ -6,7 +6,7 @@ are numpy `uint32` arrays or tuples of int; positions count from the session's f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -152,7 +152,7 @@ class Proposal:
     """L <= gamma draft tokens. `supports` is empty for greedy and coupled rounds."""
 
     draft_token_ids: TokenIds
-    supports: tuple[Support, ...]
+    supports: Sequence[Support]
     lost_mass: tuple[float, ...]
     """Law mass outside each support, 0..1."""
     kv_len: int
@@ -165,7 +165,7 @@ class Proposal:
 class VerifyRequest:
     round: Round
     draft_token_ids: TokenIds
-    support_ids: tuple[TokenIds, ...]
+    support_ids: Sequence[TokenIds]
     """Ids of S_i per draft token, ascending; empty for greedy and coupled rounds."""
     num_logprobs: int | None = None
 
@@ -203,7 +203,7 @@ class Verification:
     """uint32 [L + 1], or [0] in law rounds."""
     choice_probabilities: NDArray[np.float64]
     """float64 [L + 1]: p of each choice after filters (1 when greedy), or [0] in law rounds."""
-    rows: tuple[LawRow, ...]
+    rows: Sequence[LawRow]
     """L + 1 rows, the last with an empty support; empty in greedy and coupled rounds."""
     logit_rows: tuple[LogitRow, ...]
     """L + 1 rows when logprobs were asked for, else empty."""

@@ -71,12 +71,10 @@ def verify_block(
         if key.uniform(num_prefix - 1, Stream.ACCEPT) < levels[num_prefix - 1]:
             num_accepted = num_prefix
             break
-    accepted = zip(draft_token_ids[:num_accepted], supports, strict=False)
-    entries = [entry_of(int(token_id), support) for token_id, support in accepted]
     if num_accepted == num_drafted:
-        return decision_of(draft_token_ids, supports, rows, entries, 0)
+        return decision_of(draft_token_ids, supports, rows, num_accepted, 0)
     weights = residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
     if not weights.any():  # only rounding leads here: such a prefix is rejected with probability 0
         weights = rows[num_accepted].weights.astype(np.float64)
     entry = index_at_uniform(weights, key.uniform(num_accepted, Stream.RESIDUAL))
-    return decision_of(draft_token_ids, supports, rows, entries, entry)
+    return decision_of(draft_token_ids, supports, rows, num_accepted, entry)

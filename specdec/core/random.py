@@ -84,6 +84,19 @@ def _key_schedule(seed: int) -> tuple[tuple[int, int], ...]:
     return tuple(((k0 + step * _KEY_STEPS[0]) & _MASK, (k1 + step * _KEY_STEPS[1]) & _MASK) for step in range(10))
 
 
+@lru_cache(maxsize=256)
+def _lanes(num_lanes: int) -> tuple[int, int]:
+    """1 in each lane of 64 bits, and each lane's own index."""
+    return sum(1 << 64 * lane for lane in range(num_lanes)), sum(lane << 64 * lane for lane in range(num_lanes))
+
+
+@lru_cache(maxsize=4096)
+def _lane_keys(seed: int, num_lanes: int) -> tuple[tuple[int, int], ...]:
+    """The key words of the ten rounds in every lane."""
+    ones, _ = _lanes(num_lanes)
+    return tuple((ones * k0, ones * k1) for k0, k1 in _key_schedule(seed))
+
+
 @dataclass(frozen=True, slots=True)
 class DrawKey:
     """The key of one round's draws.
@@ -116,6 +129,25 @@ class DrawKey:
     def uint31(self, index: int, stream: Stream) -> int:
         """A uniform integer below 2^31."""
         return int(self._words(index, stream)[0] >> 1)
+
+    def uint31s(self, num_draws: int, stream: Stream) -> list[int]:
+        """`uint31` of the indices 0 to `num_draws` - 1.
+
+        All in one pass: the draws lie side by side in wide integers, 64 bits each, where products of 32-bit words fit.
+        """
+        ones, indices = _lanes(num_draws)
+        words = ones * _MASK
+        c0, c1, c2, c3 = ones * self.turn, ones * self.committed_len, indices, ones * int(stream)
+        multiplier0, multiplier1 = _MULTIPLIERS
+        for k0, k1 in _lane_keys(self.seed, num_draws):
+            product0, product1 = c0 * multiplier0, c2 * multiplier1
+            c0, c1, c2, c3 = (
+                (product1 >> 32) & words ^ c1 ^ k0,
+                product1 & words,
+                (product0 >> 32) & words ^ c3 ^ k1,
+                product0 & words,
+            )
+        return [draw >> 1 for draw in np.frombuffer(c0.to_bytes(8 * num_draws, "little"), dtype="<u8").tolist()]
 
     def below(self, n: int, index: int, stream: Stream) -> int:
         """A uniform integer below `n`, 1 <= n <= 2^62; any range of outcomes is off by at most 2^-64."""

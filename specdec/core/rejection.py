@@ -2,24 +2,25 @@
 
 Leviathan, Kalman, Matias 2023 (arXiv:2211.17192), algorithm 1, with p = target and q = draft, on laws cut and rounded
 as docs/protocol.md section 3 says: exact for any q because q is what was sampled. Called by the coordinator once a
-round. Laws (`acceptance_bound`, `residual_weights`) and draws are apart so that a round's law can be enumerated.
+round, on packed laws. Laws (`acceptance_bound`, `residual_weights`) and draws are apart so that a round's law can be
+enumerated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.core.random import DrawKey, Stream, index_at
+from specdec.core.packed import PackedRows, PackedSupports, pack_rows, pack_supports
+from specdec.core.random import DrawKey, Stream
 from specdec.errors import Internal
 from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds, TokenSource
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What one round emits."""
 
     num_accepted: int
@@ -45,7 +46,7 @@ def entry_of(token_id: int, support: Support) -> int:
     """
     entry = int(support.token_ids.searchsorted(token_id))
     if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
-        raise Internal(f"draft token {token_id} is not in the support it came with")
+        raise Internal(f"draft token {token_id} is not in its own support")
     return entry
 
 
@@ -54,9 +55,12 @@ def acceptance_bound(entry: int, support: Support, row: LawRow) -> int:
 
     `U * w < P * W` solved for U, so the acceptance probability is min(1, p/q) to within 2^-31.
     """
-    weight = int(support.weights[entry])
-    target = int(row.weights[entry]) * _total(support)
-    return min(LAW_TOTAL, -(-target // weight))
+    return _bound(int(row.weights[entry]), _total(support), int(support.weights[entry]))
+
+
+def _bound(target: int, total: int, weight: int) -> int:
+    """From P of the draft token, W and w."""
+    return min(LAW_TOTAL, -(-target * total // weight))
 
 
 def residual_weights(support: Support, row: LawRow) -> NDArray[np.int64]:
@@ -64,12 +68,16 @@ def residual_weights(support: Support, row: LawRow) -> NDArray[np.int64]:
 
     Their sum is at most 2^62. Where p = q on all of it, p itself.
     """
-    total = _total(support)
-    target = row.weights.astype(np.int64)
-    residual = target * total
-    residual[:-1] -= support.weights.astype(np.int64) * LAW_TOTAL
+    return _residual(support.weights, _total(support), row.weights)
+
+
+def _residual(drafting: NDArray[np.uint16], total: int, target: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """From the support's weights, their sum W, and the row's."""
+    residual = target.astype(np.int64)
+    residual *= total
+    residual[:-1] -= drafting.astype(np.int64) * LAW_TOTAL
     np.maximum(residual, 0, out=residual)
-    return residual if residual.any() else target
+    return residual if residual.any() else target.astype(np.int64)
 
 
 def _total(support: Support) -> int:
@@ -91,23 +99,27 @@ def verify_rejection(
     Raises:
         Internal: a draft token is outside its support.
     """
-    accepted_entries: list[int] = []
-    for index, token_id in enumerate(draft_token_ids):
-        support, row = supports[index], rows[index]
-        entry = entry_of(int(token_id), support)
-        if key.uint31(index, Stream.ACCEPT) >= acceptance_bound(entry, support, row):
-            weights = residual_weights(support, row)
-            final_entry = index_at(weights, key.below(int(weights.sum()), index, Stream.RESIDUAL))
-            return decision_of(draft_token_ids, supports, rows, accepted_entries, final_entry)
-        accepted_entries.append(entry)
-    return decision_of(draft_token_ids, supports, rows, accepted_entries, 0)
+    drafted = list(map(int, draft_token_ids))
+    packed, targets = pack_supports(drafted, supports), pack_rows(rows)
+    on_drafts = targets.weights[packed.row_entries].tolist()
+    accepts = key.uint31s(len(drafted), Stream.ACCEPT)
+    num_accepted, final_entry = len(drafted), 0
+    for index, draw in enumerate(accepts):
+        if draw >= _bound(on_drafts[index], packed.totals[index], packed.weights_drawn[index]):
+            start, size = packed.ids.starts[index], packed.ids.sizes[index]
+            drafting = packed.weights[start : start + size]
+            reach = _residual(drafting, packed.totals[index], targets.row_weights(index)).cumsum()
+            num_accepted = index
+            final_entry = int(reach.searchsorted(key.below(int(reach[-1]), index, Stream.RESIDUAL), side="right"))
+            break
+    return _decision(drafted, packed, targets, on_drafts, num_accepted, final_entry)
 
 
 def decision_of(
     draft_token_ids: TokenIds | Sequence[int],
     supports: Sequence[Support],
     rows: Sequence[LawRow],
-    accepted_entries: Sequence[int],
+    num_accepted: int,
     final_entry: int,
 ) -> Decision:
     """The decision that keeps the first draft tokens and ends with one entry of the next row.
@@ -116,25 +128,36 @@ def decision_of(
         draft_token_ids: as in `verify_rejection`, like `supports` and `rows`.
         supports: see above.
         rows: see above.
-        accepted_entries: for each draft token kept, its index in its support.
+        num_accepted: draft tokens kept.
         final_entry: entry of the row after those: an index into its support, or the size of it for z.
     """
-    num_accepted = len(accepted_entries)
-    token_ids = [int(token_id) for token_id in draft_token_ids[:num_accepted]]
-    p = [int(row.weights[entry]) / LAW_TOTAL for entry, row in zip(accepted_entries, rows, strict=False)]
-    q = [
-        int(support.weights[entry]) / _total(support)
-        for entry, support in zip(accepted_entries, supports, strict=False)
-    ]
-    last = rows[num_accepted]
-    is_tail = final_entry == len(last.weights) - 1
-    token_ids.append(last.tail_token_id if is_tail else int(supports[num_accepted].token_ids[final_entry]))
-    p.append(last.tail_probability if is_tail else int(last.weights[final_entry]) / LAW_TOTAL)
+    drafted = list(map(int, draft_token_ids))
+    packed, targets = pack_supports(drafted, supports), pack_rows(rows)
+    on_drafts = targets.weights[packed.row_entries].tolist()
+    return _decision(drafted, packed, targets, on_drafts, num_accepted, final_entry)
+
+
+def _decision(
+    drafted: list[int],
+    supports: PackedSupports,
+    rows: PackedRows,
+    on_drafts: Sequence[int],
+    num_accepted: int,
+    final_entry: int,
+) -> Decision:
+    """`on_drafts`: P of each draft token."""
+    weights = rows.row_weights(num_accepted)
+    if final_entry == len(weights) - 1:
+        token_id, probability = rows.tail_token_ids[num_accepted], rows.tail_probabilities[num_accepted]
+    else:
+        token_id = int(supports.ids[num_accepted][final_entry])
+        probability = int(weights[final_entry]) / LAW_TOTAL
+    q = [supports.weights_drawn[index] / supports.totals[index] for index in range(num_accepted)]
     return Decision(
         num_accepted=num_accepted,
-        token_ids=tuple(token_ids),
-        sources=sources_of(len(draft_token_ids), num_accepted),
-        p=tuple(p),
+        token_ids=(*drafted[:num_accepted], token_id),
+        sources=sources_of(len(drafted), num_accepted),
+        p=(*(target / LAW_TOTAL for target in on_drafts[:num_accepted]), probability),
         q=(*q, 0.0),
     )
 

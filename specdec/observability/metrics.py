@@ -18,6 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specdec.errors import Unavailable
+from specdec.observability.tallies import Count, CounterTally, HistogramTally
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _REQUEST_LATENCY_S = (*_LATENCY_S[4:], 60.0, 120.0, 300.0, 600.0)
@@ -37,9 +38,9 @@ class CoordinatorMetrics:
         self._failures = self._counter("request_failures", "Requests that failed, by error reason.", "reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that needed no forward pass.")
-        self._output_tokens = self._counter("generation_tokens", "Tokens emitted.")
+        self._output_tokens = self._counter_tally("generation_tokens", "Tokens emitted.")
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _REQUEST_LATENCY_S)
-        self._itl_s = self._histogram("inter_token_latency_seconds", "Time between tokens.", _LATENCY_S)
+        self._itl_s = self._histogram_tally("inter_token_latency_seconds", "Time between tokens.", _LATENCY_S)
         self._tpot_s = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first, per request.", _LATENCY_S
         )
@@ -47,9 +48,9 @@ class CoordinatorMetrics:
         self._request_output = self._histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
         self._speculation = cache(_SpeculationSeries(self.registry, model_name).of_pool)
         self._target_only = self._counter("target_only_steps", "Rounds without a draft token.", "cause")
-        self._draft_s = self._histogram("draft_latency_seconds", "Propose calls, network included.", _LATENCY_S)
-        self._verify_s = self._histogram("verify_latency_seconds", "Verify calls, network included.", _LATENCY_S)
-        self._wire_bytes = self._counter("wire_bytes", "Serialised messages of both links, both directions.")
+        self._draft_s = self._histogram_tally("draft_latency_seconds", "Propose calls, network included.", _LATENCY_S)
+        self._verify_s = self._histogram_tally("verify_latency_seconds", "Verify calls, network included.", _LATENCY_S)
+        self._wire_bytes = self._counter_tally("wire_bytes", "Serialised messages of both links, both directions.")
 
     def request_waiting(self, change: int) -> None:
         """`change` +1 when a request is admitted, -1 when it starts or is given up."""
@@ -117,6 +118,12 @@ class CoordinatorMetrics:
         counter = _counter(self.registry, name, text, *labels)
         return counter if labels else counter.labels(self._model_name)
 
+    def _counter_tally(self, name: str, text: str) -> Count:
+        return CounterTally(self.registry, f"specdec:{name}", text, ("model_name",)).labels(self._model_name)
+
+    def _histogram_tally(self, name: str, text: str, buckets: Sequence[float]) -> HistogramTally:
+        return HistogramTally(self.registry, f"specdec:{name}", text, {"model_name": self._model_name}, buckets)
+
     def _gauge(self, name: str, text: str) -> Gauge:
         gauge = Gauge(f"specdec:{name}", text, ("model_name",), registry=self.registry)
         return gauge.labels(self._model_name)
@@ -131,10 +138,10 @@ class _SpeculationSeries:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name
-        self._drafts = _counter(registry, "spec_decode_num_drafts", "Rounds with draft tokens.", "draft_pool")
-        self._draft_tokens = _counter(registry, "spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_pool")
-        self._accepted = _counter(registry, "spec_decode_num_accepted_tokens", "Draft tokens accepted.", "draft_pool")
-        self._accepted_per_pos = _counter(
+        self._drafts = _tally(registry, "spec_decode_num_drafts", "Rounds with draft tokens.", "draft_pool")
+        self._draft_tokens = _tally(registry, "spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_pool")
+        self._accepted = _tally(registry, "spec_decode_num_accepted_tokens", "Draft tokens accepted.", "draft_pool")
+        self._accepted_per_pos = _tally(
             registry,
             "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position.",
@@ -156,10 +163,10 @@ class _SpeculationSeries:
 class _PoolSeries:
     """One pool's series, looked up once."""
 
-    drafts: Counter
-    draft_tokens: Counter
-    accepted: Counter
-    accepted_at: Callable[[int], Counter]
+    drafts: Count
+    draft_tokens: Count
+    accepted: Count
+    accepted_at: Callable[[int], Count]
 
     def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
         self.drafts.inc()
@@ -167,6 +174,10 @@ class _PoolSeries:
         self.accepted.inc(num_accepted)
         for position in range(num_accepted):
             self.accepted_at(position).inc()
+
+
+def _tally(registry: CollectorRegistry, name: str, text: str, *labels: str) -> CounterTally:
+    return CounterTally(registry, f"specdec:{name}", text, ("model_name", *labels))
 
 
 def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.packed import NO_IDS, PackedIds
 from specdec.types import TokenIds
 from specdec.v1 import draft_pb2
 
@@ -30,21 +31,34 @@ def encode_supports(support_ids: Sequence[TokenIds]) -> draft_pb2.Supports:
     return draft_pb2.Supports(sizes=sizes, id_deltas=deltas.tolist())
 
 
-def decode_supports(message: draft_pb2.Supports, num_supports: int) -> list[TokenIds]:
-    """The inverse of `encode_supports`. Raises ValueError unless there are `num_supports`, each ascending."""
-    sizes = message.sizes[:]
-    if len(sizes) != num_supports:
-        raise ValueError(f"{len(sizes)} supports where {num_supports} are expected")
+def decode_supports(messages: Sequence[draft_pb2.Supports], num_supports: Sequence[int]) -> list[PackedIds]:
+    """The inverse of `encode_supports`, for any number of messages in one pass.
+
+    Args:
+        messages: one a round.
+        num_supports: how many each of them must hold.
+
+    Raises:
+        ValueError: one of them holds another number, or ids that do not ascend.
+    """
+    sizes_of = [message.sizes[:] for message in messages]
+    counts = [sum(sizes) for sizes in sizes_of]
+    sizes: list[int] = [size for sizes in sizes_of for size in sizes]
+    for message, own, count, expected in zip(messages, sizes_of, counts, num_supports, strict=True):
+        if len(own) != expected:
+            raise ValueError(f"{len(own)} supports where {expected} are expected")
+        if count != len(message.id_deltas) or 0 in own:
+            raise ValueError(f"sizes {own} do not add up to {len(message.id_deltas)} ids, or one of them is 0")
     if not sizes:
-        if len(message.id_deltas):
-            raise ValueError("id_deltas without sizes")
-        return []
-    deltas = np.array(message.id_deltas, dtype=np.int64)
-    if min(sizes) == 0 or sum(sizes) != len(deltas):
-        raise ValueError(f"sizes {sizes} do not add up to {len(deltas)} ids, or one of them is 0")
+        return [PackedIds(NO_IDS, ()) for _ in messages]
+    ids = _ascending(np.concatenate([np.array(message.id_deltas, dtype=np.int64) for message in messages]), sizes)
+    return list(map(PackedIds, split(ids, counts), sizes_of))
+
+
+def _ascending(deltas: NDArray[np.int64], sizes: list[int]) -> TokenIds:
+    """Ids from deltas, which it overwrites: all supports in one running sum, from which what came before is taken."""
     starts = [0, *accumulate(sizes[:-1])]
     firsts = deltas[starts]
-    # All supports in one running sum: where one begins, what came before it is taken off again.
     deltas[starts] = 1
     if not deltas.all():
         raise ValueError("token ids are not ascending")
@@ -53,7 +67,7 @@ def decode_supports(message: draft_pb2.Supports, num_supports: int) -> list[Toke
     ids = sums - np.repeat(sums[starts] - firsts, sizes)
     if ids.max() > _LARGEST_ID:
         raise ValueError("a token id is beyond 32 bits")
-    return split(ids.astype(np.uint32), sizes)
+    return ids.astype(np.uint32)
 
 
 def token_ids(values: Sequence[int]) -> TokenIds:

@@ -1,7 +1,8 @@
 """Links: how a coordinator calls one draft or target replica.
 
 A link keeps one bidirectional stream open and multiplexes any number of calls on it: what is asked within one turn of
-the event loop travels in one frame, and replies come back in any order. A link dials when first used and again after a
+the event loop travels in one frame, and replies come back in any order; those of a frame are decoded together. A link
+dials when first used and again after a
 break; it does not retry calls, because only the round loop knows what a late answer is worth.
 
 Not here: choosing replicas, deadlines, retries (the coordinator). Called by the coordinator, and by tests.
@@ -60,23 +61,37 @@ class WireCount:
 @dataclass(slots=True)
 class _Pending:
     request: Any
-    request_bytes: int
+    message: Any
+    """The request, encoded."""
+    message_bytes: int
     wire: WireCount
     answer: asyncio.Future[Any]
+
+
+def _expire(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())
 
 
 class _Stream:
     """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
 
     def __init__(
-        self, call: Any, frame_of: Callable[[list[Any]], Any], items_of: Callable[[Any], Sequence[Any]], address: str
+        self,
+        call: Any,
+        frame_of: Callable[[list[Any]], Any],
+        items_of: Callable[[Any], Sequence[Any]],
+        decode: Callable[[list[Any], list[Any]], Sequence[Any]],
+        address: str,
     ) -> None:
         self._call = call
         self._frame_of = frame_of
         self._items_of = items_of
+        self._decode = decode
         self._address = address
+        self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
-        self._outbox: deque[Any] = deque()
+        self._outbox: deque[_Pending] = deque()
         self._wake = asyncio.Event()
         self._next_call_id = 0
         self.closed = False
@@ -88,17 +103,23 @@ class _Stream:
             if self._next_call_id not in self._pending:
                 return self._next_call_id
 
-    async def ask(self, request: Any, wire: WireCount) -> Any:
-        """Sends one item; returns its reply item."""
-        pending = _Pending(request, request.ByteSize(), wire, asyncio.get_running_loop().create_future())
-        self._pending[request.call_id] = pending
+    async def ask(
+        self, request: Any, message: Any, message_bytes: int, wire: WireCount, deadline_s: float | None
+    ) -> Any:
+        """Sends one item; returns its decoded reply. `deadline_s` is of the loop's clock; raises TimeoutError at it."""
+        call_id = message.call_id
+        pending = _Pending(request, message, message_bytes, wire, self._loop.create_future())
+        self._pending[call_id] = pending
         self._outbox.append(pending)
         self._wake.set()
+        timer = None if deadline_s is None else self._loop.call_at(deadline_s, _expire, pending.answer)
         try:
             return await pending.answer
         finally:
+            if timer is not None:
+                timer.cancel()
             # A cancelled call is forgotten: unsent, it never leaves; sent, its reply is dropped on arrival.
-            self._pending.pop(request.call_id, None)
+            self._pending.pop(call_id, None)
 
     async def close(self) -> None:
         """Fails what is pending. Idempotent."""
@@ -128,14 +149,33 @@ class _Stream:
         """Hands out replies until the stream ends; returns why it did."""
         try:
             while (frame := await self._call.read()) is not grpc.aio.EOF:
-                for item in self._items_of(frame):
-                    pending = self._pending.get(item.call_id)
-                    if pending is not None and not pending.answer.done():
-                        pending.wire.num_bytes += item.ByteSize()
-                        pending.answer.set_result(item)
+                self._deliver(frame)
         except grpc.aio.AioRpcError as error:
             return status.from_rpc_error(error, peer=self._address).message
         return f"{self._address}: the replica closed the stream"
+
+    def _deliver(self, frame: Any) -> None:
+        """Decodes the replies of a frame together and tells each caller its own."""
+        items: list[Any] = []
+        waiting: list[_Pending] = []
+        for item in self._items_of(frame):
+            pending = self._pending.get(item.call_id)
+            if pending is None or pending.answer.done():
+                continue
+            pending.wire.num_bytes += item.ByteSize()
+            if item.HasField("status") and item.status.code:
+                pending.answer.set_exception(status.from_item_status(item.status))
+            else:
+                items.append(item)
+                waiting.append(pending)
+        answers = self._decode(items, [pending.request for pending in waiting])
+        for pending, answer in zip(waiting, answers, strict=True):
+            if pending.answer.done():
+                continue  # the replica answered it twice
+            if isinstance(answer, Internal):
+                pending.answer.set_exception(Internal(f"{self._address}: {answer.message}"))
+            else:
+                pending.answer.set_result(answer)
 
     async def _write(self) -> None:
         try:
@@ -152,12 +192,12 @@ class _Stream:
     def _take(self) -> list[Any]:
         items: list[Any] = []
         size = 0
-        while self._outbox and (not items or size + self._outbox[0].request_bytes <= FRAME_BYTES):
+        while self._outbox and (not items or size + self._outbox[0].message_bytes <= FRAME_BYTES):
             pending = self._outbox.popleft()
             if not pending.answer.done():
-                items.append(pending.request)
-                size += pending.request_bytes
-                pending.wire.num_bytes += pending.request_bytes
+                items.append(pending.message)
+                size += pending.message_bytes
+                pending.wire.num_bytes += pending.message_bytes
         return items
 
 
@@ -194,28 +234,26 @@ class _Link(Generic[RequestT, ReplyT]):
     def _encode(self, request: RequestT, call_id: int) -> Any:
         raise NotImplementedError
 
-    def _decode(self, message: Any, request: RequestT) -> ReplyT:
+    def _decode(self, messages: list[Any], requests: list[RequestT]) -> Sequence[ReplyT | Internal]:
+        """The replies of one frame; a malformed one is its own error."""
         raise NotImplementedError
 
-    async def _ask(self, request: RequestT, wire: WireCount | None) -> ReplyT:
+    async def _ask(self, request: RequestT, wire: WireCount | None, deadline_s: float | None = None) -> ReplyT:
         stream = self._open_stream()
         message = self._encode(request, stream.next_call_id())
-        if message.ByteSize() + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
+        message_bytes = message.ByteSize()
+        if message_bytes + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
             raise InvalidRequest(
-                f"{self.address}: a request of {message.ByteSize()} bytes; the limit is {self._max_message_bytes}"
+                f"{self.address}: a request of {message_bytes} bytes; the limit is {self._max_message_bytes}"
             )
-        item = await stream.ask(message, WireCount() if wire is None else wire)
-        if item.status.code:
-            raise status.from_item_status(item.status)
-        try:
-            return self._decode(item, request)
-        except Internal as error:
-            raise Internal(f"{self.address}: {error.message}") from error
+        wire = WireCount() if wire is None else wire
+        reply: ReplyT = await stream.ask(request, message, message_bytes, wire, deadline_s)
+        return reply
 
     def _open_stream(self) -> _Stream:
         if self._stream is None or self._stream.closed:
             call = self._open_call(self._dial())
-            self._stream = _Stream(call, self._frame_of, self._items_of, self.address)
+            self._stream = _Stream(call, self._frame_of, self._items_of, self._decode, self.address)
         return self._stream
 
     def _dial(self) -> Any:
@@ -263,18 +301,21 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
 
     _stub_type = draft_pb2_grpc.DraftServiceStub
 
-    async def propose(self, request: ProposeRequest, wire: WireCount | None = None) -> Proposal:
+    async def propose(
+        self, request: ProposeRequest, wire: WireCount | None = None, *, deadline_s: float | None = None
+    ) -> Proposal:
         """Asks for draft tokens. Idempotent by (session, epoch, round) and digest, so it may be repeated.
 
         Cancelling forgets the call and disturbs no other; the replica may still finish it. What was sent and received
-        is added to `wire` however the call ends.
+        is added to `wire` however the call ends. At `deadline_s` of the event loop's clock it is given up.
 
         Raises:
+            TimeoutError: the deadline has passed.
             Unavailable: the replica cannot be reached or broke off; at once, for every call pending on it.
             Internal: its answer does not fit the request.
             SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
         """
-        return await self._ask(request, wire)
+        return await self._ask(request, wire, deadline_s)
 
     def _open_call(self, stub: Any) -> Any:
         return stub.Propose()
@@ -288,8 +329,10 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
     def _encode(self, request: ProposeRequest, call_id: int) -> draft_pb2.ProposeRequest:
         return codec.encode_propose_request(request, call_id)
 
-    def _decode(self, message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
-        return codec.decode_proposal(message, request)
+    def _decode(
+        self, messages: list[draft_pb2.Proposal], requests: list[ProposeRequest]
+    ) -> Sequence[Proposal | Internal]:
+        return codec.decode_proposals(messages, requests)
 
 
 class TargetLink(_Link[VerifyRequest, Verification]):
@@ -313,5 +356,7 @@ class TargetLink(_Link[VerifyRequest, Verification]):
     def _encode(self, request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:
         return codec.encode_verify_request(request, call_id)
 
-    def _decode(self, message: target_pb2.Verification, request: VerifyRequest) -> Verification:
-        return codec.decode_verification(message, request)
+    def _decode(
+        self, messages: list[target_pb2.Verification], requests: list[VerifyRequest]
+    ) -> Sequence[Verification | Internal]:
+        return codec.decode_verifications(messages, requests)

@@ -1,22 +1,24 @@
 """Protobuf messages <-> the dataclasses of `specdec.types`, for both links, with every check on what arrives.
 
 Requests are checked against the replica's limits (InvalidRequest names the field); replies against the request they
-answer (Internal: the replica broke the protocol). Supports and weights of a round are handled as whole arrays; only
-draft positions (at most max_gamma) are looped over. Not here: streams (`client`, `frames`), statuses (`status`).
+answer (Internal: the replica broke the protocol). The supports and weights of all replies of a frame are read as one
+array; only draft positions (at most max_gamma a session) are looped over. Not here: streams (`client`, `frames`),
+statuses (`status`).
 
 Wire format: protos/specdec/v1/{common,draft,target}.proto. Numbers in `bytes` fields are little-endian.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.limits import check_token_ids
+from specdec.core.packed import NO_IDS, PackedIds, PackedRows, PackedSupports, locate_drawn
 from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
@@ -24,7 +26,6 @@ from specdec.rpc.rounds import decode_round, encode_round, require, require_cont
 from specdec.types import (
     LAW_TOTAL,
     EngineInfo,
-    LawRow,
     LogitRow,
     Proposal,
     ProposeRequest,
@@ -36,9 +37,10 @@ from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 _MAX_LOGPROBS = 1024
 
-#: The bonus position's row: its support is empty, so all of it is the rest.
-_BONUS_WEIGHTS = np.array([LAW_TOTAL], dtype=np.uint32)
-_BONUS_WEIGHTS.setflags(write=False)
+_NO_PROBABILITIES = np.zeros(0)
+_NO_PROBABILITIES.setflags(write=False)
+
+AnswerT = TypeVar("AnswerT")
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
@@ -69,7 +71,9 @@ def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.Ve
         num_logprobs=request.num_logprobs,
     )
     if request.support_ids:
-        message.supports.CopyFrom(encode_supports(request.support_ids))
+        # As the draft's reply brought them, where they came in one.
+        wire = request.support_ids.wire if isinstance(request.support_ids, PackedIds) else None
+        message.supports.CopyFrom(wire or encode_supports(request.support_ids))
     return message
 
 
@@ -90,7 +94,7 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
     check_token_ids(draft_token_ids, limits.vocabulary_size, "draft_token_ids")
     require_context(round_.committed_len + num_draft_tokens, limits)
     try:
-        support_ids = decode_supports(message.supports, num_draft_tokens if uses_supports(round_) else 0)
+        (support_ids,) = decode_supports([message.supports], [num_draft_tokens if uses_supports(round_) else 0])
     except ValueError as error:
         raise InvalidRequest(f"supports: {error}", field="supports") from error
     for ids in support_ids:
@@ -126,46 +130,75 @@ def decode_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Pro
     Raises:
         Internal: the replica broke the protocol; the message says how.
     """
-    try:
-        return _read_proposal(message, request)
-    except ValueError as error:
-        raise Internal(f"malformed proposal: {error}") from error
+    return _only(decode_proposals([message], [request]))
 
 
-def _read_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
-    draft_token_ids = token_ids(message.draft_token_ids)
-    num_draft_tokens = len(draft_token_ids)
-    if num_draft_tokens > request.gamma:
-        raise ValueError(f"{num_draft_tokens} draft tokens for a gamma of {request.gamma}")
-    num_supports = num_draft_tokens if uses_supports(request.round) else 0
-    supports = _read_supports(message, draft_token_ids.tolist()[:num_supports])
-    if len(message.lost_mass) not in (0, num_draft_tokens):
+def decode_proposals(
+    messages: Sequence[draft_pb2.Proposal], requests: Sequence[ProposeRequest]
+) -> list[Proposal | Internal]:
+    """As `decode_proposal`, for all replies of a frame at once; what one of them would raise is its answer alone."""
+    return _each_alone("proposal", _read_proposals, messages, requests)
+
+
+def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[ProposeRequest]) -> list[Proposal]:
+    """Raises ValueError when any of them is malformed."""
+    drafted = [message.draft_token_ids[:] for message in messages]
+    for token_ids_, request in zip(drafted, requests, strict=True):
+        if len(token_ids_) > request.gamma:
+            raise ValueError(f"{len(token_ids_)} draft tokens for a gamma of {request.gamma}")
+    drawn = [
+        token_ids_ if uses_supports(request.round) else []
+        for token_ids_, request in zip(drafted, requests, strict=True)
+    ]
+    columns = list(zip(messages, drafted, _read_supports(messages, drawn), strict=True))
+    if any(len(message.lost_mass) not in (0, len(token_ids_)) for message, token_ids_, _ in columns):
         raise ValueError("lost_mass is not one number a draft token")
-    return Proposal(
-        draft_token_ids=draft_token_ids,
-        supports=supports,
-        lost_mass=tuple(message.lost_mass),
-        kv_len=message.kv_len,
-        num_cached_tokens=message.num_cached_tokens,
-        forward_s=message.forward_s,
-    )
+    return [
+        Proposal(
+            draft_token_ids=token_ids(token_ids_),
+            supports=supports,
+            lost_mass=tuple(message.lost_mass),
+            kv_len=message.kv_len,
+            num_cached_tokens=message.num_cached_tokens,
+            forward_s=message.forward_s,
+        )
+        for message, token_ids_, supports in columns
+    ]
 
 
-def _read_supports(message: draft_pb2.Proposal, drawn: list[int]) -> tuple[Support, ...]:
-    """The laws that the tokens `drawn` were drawn from, one each."""
-    support_ids = decode_supports(message.supports, len(drawn))
-    sizes = [len(ids) for ids in support_ids]
+def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[int]]) -> list[Sequence[Support]]:
+    """The laws that the tokens `drawn` of each message were drawn from, one each."""
+    packed = decode_supports([message.supports for message in messages], [len(drawn_here) for drawn_here in drawn])
+    for ids, message in zip(packed, messages, strict=True):
+        ids.wire = message.supports
+    sizes = [size for ids in packed for size in ids.sizes]
     # Beyond it the integers of the acceptance rule could overflow.
     if max(sizes, default=0) > MAX_SUPPORT:
         raise ValueError(f"a support of more than {MAX_SUPPORT} entries")
-    weights = from_bytes(message.weights, "<u2", sum(sizes), "weights")
+    counts = [len(ids.token_ids) for ids in packed]
+    weights = _gather([message.weights for message in messages], counts, "<u2", "weights")
     if not weights.all():
         raise ValueError("a support entry of weight 0")
-    for token_id, ids in zip(drawn, support_ids, strict=True):
-        at = ids.searchsorted(token_id)
-        if at == len(ids) or ids[at] != token_id:
-            raise ValueError(f"draft token {token_id} is not in its own support")
-    return tuple(map(Support, support_ids, split(weights, sizes)))
+    if not sizes:
+        return [() for _ in messages]
+    flat = [token_id for drawn_here in drawn for token_id in drawn_here]
+    starts = [0, *accumulate(sizes[:-1])]
+    entries = locate_drawn(flat, np.concatenate([ids.token_ids for ids in packed]), starts, sizes)
+    # Counted from the message's own first row: less what came before, plus one for each row before in the message.
+    offsets = [
+        index - start
+        for start, drawn_here in zip([0, *accumulate(counts[:-1])], drawn, strict=True)
+        for index in range(len(drawn_here))
+    ]
+    columns = zip(
+        packed,
+        split(weights, counts),
+        split(entries + np.array(offsets), [len(ids) for ids in packed]),
+        _cut(weights[entries].tolist(), drawn),
+        _cut(np.add.reduceat(weights, starts, dtype=np.int64).tolist(), drawn),
+        strict=True,
+    )
+    return [PackedSupports(*column) if len(column[0]) else () for column in columns]
 
 
 def encode_verification(verification: Verification, call_id: int) -> target_pb2.Verification:
@@ -198,34 +231,59 @@ def decode_verification(message: target_pb2.Verification, request: VerifyRequest
     Raises:
         Internal: the replica broke the protocol; the message says how.
     """
-    try:
-        return _read_verification(message, request)
-    except ValueError as error:
-        raise Internal(f"malformed verification: {error}") from error
+    return _only(decode_verifications([message], [request]))
 
 
-def _read_verification(message: target_pb2.Verification, request: VerifyRequest) -> Verification:
+def decode_verifications(
+    messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
+) -> list[Verification | Internal]:
+    """As `decode_verification`, for all replies of a frame at once; what one would raise is its answer alone."""
+    return _each_alone("verification", _read_verifications, messages, requests)
+
+
+def _read_verifications(
+    messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
+) -> list[Verification]:
+    """Raises ValueError when any of them is malformed."""
+    with_laws = [uses_supports(request.round) for request in requests]
+    rows = iter(
+        _read_rows(
+            [message for message, has_law in zip(messages, with_laws, strict=True) if has_law],
+            [_row_sizes(request) for request, has_law in zip(requests, with_laws, strict=True) if has_law],
+        )
+    )
+    return [
+        _read_verification(message, request, next(rows) if has_law else None)
+        for message, request, has_law in zip(messages, requests, with_laws, strict=True)
+    ]
+
+
+def _row_sizes(request: VerifyRequest) -> list[int]:
+    ids = request.support_ids
+    return [size + 1 for size in (ids.sizes if isinstance(ids, PackedIds) else map(len, ids))]
+
+
+def _read_verification(
+    message: target_pb2.Verification, request: VerifyRequest, rows: PackedRows | None
+) -> Verification:
     num_positions = len(request.draft_token_ids) + 1
-    rows: tuple[LawRow, ...] = ()
-    choices = token_ids(message.choice_token_ids)
-    probabilities = np.zeros(0)
-    if uses_supports(request.round):
-        _expect(not len(choices), "choice_token_ids in a law round")
-        rows = _decode_rows(message, request)
-        tails = [row.tail_token_id >= 0 for row in rows]
+    choices, probabilities = NO_IDS, _NO_PROBABILITIES
+    if rows is not None:
+        _expect(not len(message.choice_token_ids), "choice_token_ids in a law round")
     else:
+        choices = token_ids(message.choice_token_ids)
         _expect(len(choices) == num_positions, f"{len(choices)} choices for {num_positions} positions")
         probabilities = _choice_probabilities(message.tail_probabilities, num_positions)
-        tails = [True] * num_positions
     logit_rows: tuple[LogitRow, ...] = ()
     if request.num_logprobs is not None:
         _expect(message.HasField("logits"), "no logits though logprobs were asked for")
         sizes = [*(len(ids) for ids in request.support_ids), 0] if rows else [0] * num_positions
+        tails = [token_id >= 0 for token_id in rows.tail_token_ids] if rows else [True] * num_positions
         logit_rows = _decode_logits(message.logits, sizes, tails, request.num_logprobs)
     return Verification(
         choice_token_ids=choices,
         choice_probabilities=probabilities,
-        rows=rows,
+        rows=() if rows is None else rows,
         logit_rows=logit_rows,
         kv_len=message.kv_len,
         num_cached_tokens=message.num_cached_tokens,
@@ -250,26 +308,33 @@ _ENGINE_INFO_FIELDS = tuple(EngineInfo.__dataclass_fields__)
 # ---- law rows and logits -------------------------------------------------------------------------------------------
 
 
-def _decode_rows(message: target_pb2.Verification, request: VerifyRequest) -> tuple[LawRow, ...]:
-    sizes = [len(ids) + 1 for ids in request.support_ids]
-    weights = from_bytes(message.weights, "<u4", sum(sizes), "weights")
+def _read_rows(messages: Sequence[target_pb2.Verification], sizes_of: Sequence[list[int]]) -> list[PackedRows]:
+    counts = [sum(sizes) for sizes in sizes_of]
+    weights = _gather([message.weights for message in messages], counts, "<u4", "weights")
+    sizes = [size for own in sizes_of for size in own]
     rests: list[int] = []
     if sizes:
         ends = list(accumulate(sizes))
-        totals = np.add.reduceat(weights, [0, *ends[:-1]], dtype=np.int64).tolist()
-        if any(total != LAW_TOTAL for total in totals):
-            raise ValueError(f"the weights of a position do not sum to 2^31: {totals}")
+        totals = np.add.reduceat(weights, [0, *ends[:-1]], dtype=np.int64)
+        if (totals != LAW_TOTAL).any():
+            raise ValueError(f"the weights of a position do not sum to 2^31: {totals.tolist()}")
         rests = weights[[end - 1 for end in ends]].tolist()
-    rests.append(LAW_TOTAL)
-    tail_ids, tail_probabilities = message.tail_token_ids[:], message.tail_probabilities[:]
-    num_tails = sum(rest > 0 for rest in rests)
-    if not len(tail_ids) == len(tail_probabilities) == num_tails:
+    columns = zip(messages, split(weights, counts), sizes_of, _cut(rests, sizes_of), strict=True)
+    return [PackedRows(own, own_sizes, *_tails(message, own_rests)) for message, own, own_sizes, own_rests in columns]
+
+
+def _tails(message: target_pb2.Verification, rests: Sequence[int]) -> tuple[list[int], list[float]]:
+    """z and p(z) of every position, the bonus position's last."""
+    tail_ids, probabilities = message.tail_token_ids[:], message.tail_probabilities[:]
+    num_tails = sum(rest > 0 for rest in rests) + 1
+    if not len(tail_ids) == len(probabilities) == num_tails:
         raise ValueError(f"{len(tail_ids)} tail tokens for {num_tails} positions with a rest")
-    tails = zip(tail_ids, tail_probabilities, strict=True)
-    return tuple(
-        LawRow(part, *(next(tails) if rest else (-1, 0.0)))
-        for part, rest in zip([*split(weights, sizes), _BONUS_WEIGHTS], rests, strict=True)
-    )
+    if num_tails <= len(rests):
+        for index, rest in enumerate(rests):
+            if not rest:
+                tail_ids.insert(index, -1)
+                probabilities.insert(index, 0.0)
+    return tail_ids, probabilities
 
 
 def _choice_probabilities(values: Sequence[float], num_positions: int) -> NDArray[np.float64]:
@@ -304,6 +369,50 @@ def _decode_logits(
             support, tails, logsumexps, split(top_ids, num_top), top_logits, strict=True
         )
     )
+
+
+# ---- many messages at once -------------------------------------------------------------------------------------------
+
+
+def _each_alone(
+    noun: str,
+    read: Callable[[Sequence[Any], Sequence[Any]], list[AnswerT]],
+    messages: Sequence[Any],
+    requests: Sequence[Any],
+) -> list[AnswerT | Internal]:
+    """What `read` makes of all messages; when it refuses, of each by itself, so that the others do not suffer."""
+    try:
+        return list(read(messages, requests))
+    except (ValueError, Internal) as error:
+        if len(messages) == 1:
+            return [Internal(f"malformed {noun}: {error}")]
+    pairs = zip(messages, requests, strict=True)
+    return [answer for message, request in pairs for answer in _each_alone(noun, read, [message], [request])]
+
+
+def _only(answers: Sequence[AnswerT | Internal]) -> AnswerT:
+    (answer,) = answers
+    if isinstance(answer, Internal):
+        raise answer
+    return answer
+
+
+def _gather(parts: Sequence[bytes], counts: Sequence[int], dtype: str, name: str) -> NDArray[Any]:
+    """One array of all parts, each of which must hold its count of numbers."""
+    width = np.dtype(dtype).itemsize
+    for part, count in zip(parts, counts, strict=True):
+        if len(part) != count * width:
+            raise ValueError(f"{name} has {len(part)} bytes where {count * width} are expected")
+    return np.frombuffer(b"".join(parts), dtype=dtype)
+
+
+def _cut(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Cuts a list into as many items each as those of `like` have."""
+    parts, start = [], 0
+    for part in like:
+        parts.append(values[start : start + len(part)])
+        start += len(part)
+    return parts
 
 
 def _expect(holds: bool, message: str) -> None:

@@ -15,8 +15,14 @@ from specdec.v1 import common_pb2
 _MAX_SESSION_ID_BYTES = 256
 
 
+#: Laws whose messages are remembered: those of the requests that run.
+_MAX_LAWS = 4096
+
+_encoded_laws: dict[int, tuple[LawParams, common_pb2.LawParams]] = {}
+"""By `id`; holding the law itself keeps its id from meaning another one."""
+
+
 def encode_round(round_: Round) -> common_pb2.Round:
-    law = round_.law
     return common_pb2.Round(
         session_id=round_.session_id,
         epoch=round_.epoch,
@@ -24,22 +30,36 @@ def encode_round(round_: Round) -> common_pb2.Round:
         start=round_.start,
         prefix_hash=round_.prefix_hash,
         token_ids=round_.token_ids.tolist(),
-        law=common_pb2.LawParams(
-            temperature=law.temperature,
-            top_p=law.top_p if law.top_p != 1.0 else 0.0,  # 1 is off, and off is the wire's zero
-            top_k=law.top_k,
-            min_p=law.min_p,
-            repetition_penalty=law.repetition_penalty if law.repetition_penalty != 1.0 else 0.0,
-            presence_penalty=law.presence_penalty,
-            frequency_penalty=law.frequency_penalty,
-            logit_bias=law.logit_bias,
-            min_new_tokens=law.min_new_tokens,
-            end_token_ids=law.end_token_ids,
-        ),
+        law=_encode_law(round_.law),
         seed=round_.seed,
         turn=round_.turn,
         output_start=round_.output_start,
         draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
+    )
+
+
+def _encode_law(law: LawParams) -> common_pb2.LawParams:
+    """A request has one law for all its rounds, so that its message is made once. Callers do not change it."""
+    known = _encoded_laws.get(id(law))
+    if known is None:
+        if len(_encoded_laws) >= _MAX_LAWS:
+            _encoded_laws.clear()
+        known = _encoded_laws[id(law)] = law, _law_message(law)
+    return known[1]
+
+
+def _law_message(law: LawParams) -> common_pb2.LawParams:
+    return common_pb2.LawParams(
+        temperature=law.temperature,
+        top_p=law.top_p if law.top_p != 1.0 else 0.0,  # 1 is off, and off is the wire's zero
+        top_k=law.top_k,
+        min_p=law.min_p,
+        repetition_penalty=law.repetition_penalty if law.repetition_penalty != 1.0 else 0.0,
+        presence_penalty=law.presence_penalty,
+        frequency_penalty=law.frequency_penalty,
+        logit_bias=law.logit_bias,
+        min_new_tokens=law.min_new_tokens,
+        end_token_ids=law.end_token_ids,
     )
 
 

@@ -42,6 +42,10 @@ RETRY_CAP_S = 0.3
 REDIS_VERSION = (7, 0)
 
 
+#: Keys and arguments of one script.
+ScriptCall = tuple[Sequence[str], Sequence[str | bytes | int]]
+
+
 class RedisConnection:
     """Runs specdec's scripts and a few plain commands. Safe for any number of tasks of one event loop."""
 
@@ -65,9 +69,20 @@ class RedisConnection:
             Unavailable: STORE_UNAVAILABLE, within the bounds of this module's timeouts and retries.
         """
         try:
-            return await self._scripts.run(name, keys, args)
+            (answer,) = await self._scripts.run(name, [(keys, args)])
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from error
+        if isinstance(answer, Exception):
+            raise self._unavailable(answer) from answer
+        return answer
+
+    async def run_scripts(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
+        """As `run_script` for each (keys, args), sent together; what one would raise is its answer alone."""
+        try:
+            answers = await self._scripts.run(name, calls)
+        except (RedisError, OSError) as error:
+            return [self._unavailable(error)] * len(calls)
+        return [self._unavailable(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
     async def run_command(self, *parts: str | bytes | int) -> Any:
         """Runs one plain command. Raises Unavailable as `run_script` does."""
@@ -87,11 +102,12 @@ class RedisConnection:
 
 
 @dataclass(slots=True)
-class _Call:
+class _Request:
+    """One script for any number of sessions."""
+
     name: str
-    parameters: tuple[str | bytes | int, ...]
-    """Number of keys, keys, arguments."""
-    answer: asyncio.Future[Any]
+    calls: Sequence[ScriptCall]
+    answers: asyncio.Future[list[Any]]
 
 
 class _ScriptRunner:
@@ -99,18 +115,21 @@ class _ScriptRunner:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_Request] = deque()
         self._loaded: set[str] = set()
         """Scripts the server was told. One that has restarted since says NOSCRIPT."""
         self._sender: asyncio.Task[None] | None = None
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-        """The script's answer. Cancelling drops a script that was not sent yet. Raises what redis-py does."""
-        call = _Call(name, (len(keys), *keys, *args), asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
+    async def run(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
+        """For each call the script's answer, or the exception it met alone.
+
+        Cancelling drops calls that were not sent yet. Raises what redis-py does when the server cannot be reached.
+        """
+        request = _Request(name, calls, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_all(), name="store")
-        return await call.answer
+        return await request.answers
 
     async def close(self) -> None:
         """Fails what waits or is under way."""
@@ -120,59 +139,60 @@ class _ScriptRunner:
             self._end([])  # for a task that never ran
 
     async def _send_all(self) -> None:
-        batch: list[_Call] = []
+        batch: list[_Request] = []
         try:
             while batch := self._take():
                 await self._send(batch)
         finally:
             self._end(batch)
 
-    def _end(self, batch: list[_Call]) -> None:
+    def _end(self, batch: list[_Request]) -> None:
         self._sender = None
         _fail([*batch, *self._waiting], ConnectionError("the connection was closed"))
         self._waiting.clear()
 
-    def _take(self) -> list[_Call]:
-        batch: list[_Call] = []
-        while self._waiting and len(batch) < MAX_BATCH:
-            call = self._waiting.popleft()
-            if not call.answer.done():
-                batch.append(call)
+    def _take(self) -> list[_Request]:
+        batch: list[_Request] = []
+        size = 0
+        while self._waiting and (not batch or size + len(self._waiting[0].calls) <= MAX_BATCH):
+            request = self._waiting.popleft()
+            if not request.answers.done():
+                batch.append(request)
+                size += len(request.calls)
         return batch
 
-    async def _send(self, batch: list[_Call]) -> None:
+    async def _send(self, batch: list[_Request]) -> None:
+        commands = [(request.name, call) for request in batch for call in request.calls]
         try:
             # Beforehand: the embedded server hangs up on every error, and with it on the rest of the pipeline.
-            await self._load({call.name for call in batch} - self._loaded)
-            answers = await self._run_pipeline(batch)
-            if unknown := {call.name for call, answer in zip(batch, answers, strict=True) if _is_unknown(answer)}:
+            await self._load({request.name for request in batch} - self._loaded)
+            answers = await self._run_pipeline(commands)
+            if unknown := [command for command, answer in zip(commands, answers, strict=True) if _is_unknown(answer)]:
                 # A server that has just started knows no script; those that did not run are asked for again.
-                await self._load(unknown)
-                again = [call for call, answer in zip(batch, answers, strict=True) if _is_unknown(answer)]
-                answered = iter(await self._run_pipeline(again))
+                await self._load({name for name, _ in unknown})
+                answered = iter(await self._run_pipeline(unknown))
                 answers = [next(answered) if _is_unknown(answer) else answer for answer in answers]
         except (RedisError, OSError) as error:
             self._loaded.clear()
             _fail(batch, error)
             return
-        for call, answer in zip(batch, answers, strict=True):
-            if call.answer.done():
-                continue
-            if isinstance(answer, Exception):
-                call.answer.set_exception(answer)
-            else:
-                call.answer.set_result(answer)
+        start = 0
+        for request in batch:
+            end = start + len(request.calls)
+            if not request.answers.done():
+                request.answers.set_result(answers[start:end])
+            start = end
 
     async def _load(self, names: set[str]) -> None:
         for name in names:
             await self._client.script_load(_script_text(name))
             self._loaded.add(name)
 
-    async def _run_pipeline(self, batch: list[_Call]) -> list[Any]:
-        """An answer for each call: what the script returned, or the exception it met alone."""
+    async def _run_pipeline(self, commands: Sequence[tuple[str, ScriptCall]]) -> list[Any]:
+        """An answer for each script: what it returned, or the exception it met alone."""
         async with self._client.pipeline(transaction=False) as pipeline:
-            for call in batch:
-                pipeline.execute_command("EVALSHA", _script_sha(call.name), *call.parameters)
+            for name, (keys, args) in commands:
+                pipeline.execute_command("EVALSHA", _script_sha(name), len(keys), *keys, *args)
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
             return answers
 
@@ -181,10 +201,10 @@ def _is_unknown(answer: Any) -> bool:
     return isinstance(answer, NoScriptError)
 
 
-def _fail(calls: Sequence[_Call], error: Exception) -> None:
-    for call in calls:
-        if not call.answer.done():
-            call.answer.set_exception(error)
+def _fail(requests: Sequence[_Request], error: Exception) -> None:
+    for request in requests:
+        if not request.answers.done():
+            request.answers.set_exception(error)
 
 
 def _open_client(url: str) -> Any:

@@ -6,6 +6,7 @@ Not here: reading or writing. Called by `redis_store` and `registry`.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import numpy as np
 
@@ -30,7 +31,8 @@ def check_tenant(tenant: str) -> str:
     return tenant
 
 
-def session_keys(tenant: str, session_id: str) -> list[str]:
+@lru_cache(maxsize=4096)
+def session_keys(tenant: str, session_id: str) -> tuple[str, str, str]:
     """Keys of one session, all in one cluster slot: meta, tokens, lease.
 
     Raises:
@@ -42,7 +44,7 @@ def session_keys(tenant: str, session_id: str) -> list[str]:
             field="session_id",
         )
     stem = f"specdec:{tenant}:{{{session_id}}}"
-    return [f"{stem}:meta", f"{stem}:tokens", f"{stem}:lease"]
+    return f"{stem}:meta", f"{stem}:tokens", f"{stem}:lease"
 
 
 def replica_keys(role: str) -> list[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from specdec.errors import LeaseLost, NotFound, SessionBusy, SessionLost
+from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLost, SpecdecError
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import TOKEN_BYTES, check_tenant, pack_tokens, replica_keys, session_keys, unpack_tokens
 from specdec.state.store import (
@@ -82,18 +83,27 @@ class RedisSessionStore:
         _check_log(answer, lease, keep)
 
     async def commit(self, lease: Lease, commit: Commit) -> None:
-        finish_reason = _RUNNING if commit.finish_reason is None else int(commit.finish_reason)
-        args = [
+        (error,) = await self.commit_all([(lease, commit)])
+        if error is not None:
+            raise error
+
+    async def commit_all(self, commits: Sequence[tuple[Lease, Commit]]) -> list[SpecdecError | None]:
+        calls = [(self._keys(lease.session_id), self._commit_args(lease, commit)) for lease, commit in commits]
+        answers = await self._connection.run_scripts("commit", calls)
+        return [
+            None if answer == b"OK" else _refusal(answer, lease, commit)
+            for answer, (lease, commit) in zip(answers, commits, strict=True)
+        ]
+
+    def _commit_args(self, lease: Lease, commit: Commit) -> list[str | bytes | int]:
+        return [
             *self._fence(lease),
             commit.round_id,
             commit.base_len,
             pack_tokens(commit.token_ids),
             commit.stats_json,
-            finish_reason,
+            _RUNNING if commit.finish_reason is None else int(commit.finish_reason),
         ]
-        answer = await self._run("commit", lease.session_id, args)
-        _check_owned(answer, lease)
-        _check_log(answer, lease, commit.base_len)
 
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
         answer = await self._run("repair", lease.session_id, [*self._fence(lease), base_len, pack_tokens(token_ids)])
@@ -131,7 +141,10 @@ class RedisSessionStore:
         await self._connection.close()
 
     async def _run(self, script: str, session_id: str, args: list[str | bytes | int]) -> Any:
-        return await self._connection.run_script(script, session_keys(self._tenant, session_id), args)
+        return await self._connection.run_script(script, self._keys(session_id), args)
+
+    def _keys(self, session_id: str) -> tuple[str, str, str]:
+        return session_keys(self._tenant, session_id)
 
     def _fence(self, lease: Lease, *between: int) -> list[str | bytes | int]:
         """The arguments that every fenced script begins with."""
@@ -207,6 +220,18 @@ def _read_request(meta: dict[str, str]) -> RequestRecord | None:
         finish_reason=None if finish_reason == _RUNNING else FinishReason(finish_reason),
         stats_json=meta["stats_json"],
     )
+
+
+def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:
+    """What a commit that was not done is refused with."""
+    try:
+        if isinstance(answer, SpecdecError):
+            raise answer
+        _check_owned(answer, lease)
+        _check_log(answer, lease, commit.base_len)
+    except SpecdecError as error:
+        return error
+    return Internal(f"the store answered a commit with {answer!r}")
 
 
 def _check_owned(answer: Any, lease: Lease) -> None:

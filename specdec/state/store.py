@@ -7,9 +7,11 @@ services (their own registration).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specdec.errors import SpecdecError
 from specdec.types import EngineInfo, FinishReason, TokenIds
 
 
@@ -74,7 +76,10 @@ class Commit:
 
 
 class SessionStore(Protocol):
-    """Every method is one atomic step. All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached."""
+    """Every method but `commit_all` is one atomic step.
+
+    All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached.
+    """
 
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
         """Takes the session's lease and raises its epoch to max(stored + 1, server time in µs).
@@ -108,6 +113,14 @@ class SessionStore(Protocol):
         Raises:
             LeaseLost: epoch, owner, round or log length do not fit.
             SessionLost: the log is shorter than `base_len` (the store lost writes).
+        """
+        ...
+
+    async def commit_all(self, commits: Sequence[tuple[Lease, Commit]]) -> list[SpecdecError | None]:
+        """Commits of any number of sessions, sent together. Each is its own atomic step.
+
+        Returns:
+            For each, None or what `commit` would have raised.
         """
         ...
 

@@ -456,3 +456,16 @@ async def test_one_store_serves_many_sessions_at_once(store: SessionStore, sessi
 
     logs = await asyncio.gather(*(run_session(number) for number in range(20)))
     assert logs == [[number, *range(number, number + 5)] for number in range(20)]
+
+
+async def test_commits_sent_together_succeed_and_fail_each_by_itself(store: SessionStore, session_id: str) -> None:
+    mine = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    other = f"{session_id}-other"
+    lost = await store.acquire(other, owner="me", ttl_s=LONG_TTL_S, create=True)
+    await store.release(lost)
+    answers = await store.commit_all([(lost, a_round(0, 0, 7)), (mine, a_round(0, 0, 8)), (mine, a_round(1, 9, 9))])
+    assert isinstance(answers[0], LeaseLost)
+    assert answers[1] is None
+    assert isinstance(answers[2], SessionLost)
+    assert await held_tokens(store, session_id) == [8]
+    await store.delete(other)

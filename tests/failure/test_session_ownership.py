@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -104,11 +104,12 @@ async def test_a_new_session_that_another_coordinator_took_over_is_not_deleted_b
     async with Rig() as rig:
         takers = []
 
-        async def another_takes_over(lease: Lease, _: Commit) -> None:
+        async def another_takes_over(commits: Sequence[tuple[Lease, Commit]]) -> None:
+            ((lease, _),) = commits
             await rig.store.release(lease)
             takers.append(await rig.store.acquire("s", owner="another", ttl_s=5.0, create=False))
 
-        stalled = await coordinator_on(rig, InterruptedStore(rig.store, "commit", before=another_takes_over))
+        stalled = await coordinator_on(rig, InterruptedStore(rig.store, "commit_all", before=another_takes_over))
         assert await reason_of(stalled, request(session_id="s")) == "LEASE_LOST"
         record = await rig.store.load("s")
         assert record is not None

@@ -11,7 +11,7 @@
 -- ARGV[6] packed tokens of the round, or ''
 -- ARGV[7] statistics, JSON
 -- ARGV[8] finish reason, '0' while the request runs
--- RETURNS {'OK'} | {'LEASE_LOST'} | {'SESSION_LOST', tokens in the log}
+-- RETURNS 'OK' (a status, the shortest answer there is) | {'LEASE_LOST'} | {'SESSION_LOST', tokens in the log}
 
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
   return { 'LEASE_LOST' }
@@ -36,7 +36,7 @@ if round < expected then
   if #ARGV[6] > 0 and redis.call('GETRANGE', KEYS[2], base * 4, -1) ~= ARGV[6] then
     return { 'LEASE_LOST' }
   end
-  return { 'OK' }
+  return redis.status_reply('OK')
 end
 
 if bytes < base * 4 then
@@ -60,4 +60,4 @@ redis.call('HSET', KEYS[1],
   'finish_reason', ARGV[8])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-return { 'OK' }
+return redis.status_reply('OK')

@@ -133,3 +133,10 @@ def test_an_outcome_without_weight_is_never_chosen() -> None:
         assert index_at_uniform(weights, uniform) in (1, 3)
     index, offset = locate_uniform(weights, 0.5)
     assert (index, offset) == (3, 0.25)
+
+
+def test_draws_side_by_side_are_the_draws_one_by_one() -> None:
+    for key in (DrawKey(0, 0, 0), DrawKey((1 << 64) - 1, 3, 4_000_000_000)):
+        for num_draws in (0, 1, 4, 17):
+            alone = [key.uint31(index, Stream.ACCEPT) for index in range(num_draws)]
+            assert key.uint31s(num_draws, Stream.ACCEPT) == alone

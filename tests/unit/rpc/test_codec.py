@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.core.rejection import residual_weights
+from specdec.core.packed import PackedSupports
+from specdec.core.random import DrawKey
+from specdec.core.rejection import residual_weights, verify_rejection
 from specdec.core.sparse import MAX_SUPPORT, law_row
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc import codec
@@ -38,7 +41,7 @@ def same(left: Any, right: Any) -> bool:
         return type(left) is type(right) and all(
             same(getattr(left, field.name), getattr(right, field.name)) for field in fields(left)
         )
-    if isinstance(left, tuple):
+    if isinstance(left, Sequence) and not isinstance(left, str | bytes):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and bool(np.array_equal(left, right))
@@ -101,7 +104,7 @@ async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None
 def test_any_supports_survive_the_wire(supports: list[set[int]]) -> None:
     ids = [np.array(sorted(support), dtype=np.uint32) for support in supports]
     message = encode_supports(ids) if ids else draft_pb2.Supports()
-    decoded = decode_supports(message, len(ids))
+    (decoded,) = decode_supports([message], [len(ids)])
     assert all(map(np.array_equal, decoded, ids))
 
 
@@ -256,3 +259,46 @@ def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> Non
 
 def test_engine_info_survives_the_wire() -> None:
     assert codec.decode_engine_info(codec.encode_engine_info(LIMITS)) == LIMITS
+
+
+async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() -> None:
+    requests = [
+        ProposeRequest(make_round(f"s{n}", num_tokens=3 + n, law=GREEDY if n == 2 else None), 1 + n % 4)
+        for n in range(6)
+    ]
+    proposals = [codec.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
+    drafts = codec.decode_proposals(proposals, requests)
+    assert all(map(same, drafts, map(codec.decode_proposal, proposals, requests)))
+    asked = [
+        VerifyRequest(request.round, draft.draft_token_ids, tuple(support.token_ids for support in draft.supports))
+        for request, draft in zip(requests, drafts, strict=True)
+    ]
+    answers = [codec.encode_verification(await ArithmeticTarget().verify(request), 1) for request in asked]
+    together = codec.decode_verifications(answers, asked)
+    assert all(map(same, together, map(codec.decode_verification, answers, asked)))
+    for request, draft, answer in zip(requests, drafts, together, strict=True):
+        if not draft.supports:
+            continue
+        for seed in range(20):
+            key = DrawKey(seed, 0, request.round.committed_len)
+            packed = verify_rejection(draft.draft_token_ids, draft.supports, answer.rows, key)
+            assert packed == verify_rejection(draft.draft_token_ids, tuple(draft.supports), tuple(answer.rows), key)
+
+
+async def test_a_malformed_reply_of_a_frame_fails_alone() -> None:
+    requests = [ProposeRequest(make_round(f"s{n}"), gamma=3) for n in range(4)]
+    proposals = [codec.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
+    proposals[1].weights = bytes(len(proposals[1].weights))
+    proposals[2].draft_token_ids[0] = 999
+    answers = codec.decode_proposals(proposals, requests)
+    assert [isinstance(answer, Internal) for answer in answers] == [False, True, True, False]
+    assert same(answers[3], codec.decode_proposal(proposals[3], requests[3]))
+
+
+async def test_supports_are_sent_on_as_they_came() -> None:
+    request = ProposeRequest(make_round(), gamma=3)
+    message = codec.encode_proposal(await ArithmeticDraft().propose(request), 1)
+    draft = codec.decode_proposal(message, request)
+    assert isinstance(draft.supports, PackedSupports)
+    forwarded = VerifyRequest(request.round, draft.draft_token_ids, draft.supports.ids)
+    assert codec.encode_verify_request(forwarded, 1).supports == message.supports
