@@ -52,9 +52,9 @@ test-full: setup redis  ## the long products as well
 test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
 
-bench: setup redis  ## the latency and wire suites: a table, bench/results and plots
-	$(BIN)/python -m bench wire --json bench/results/wire.json --plot bench/results
-	$(BIN)/python -m bench latency --json bench/results/latency.json --plot bench/results
+bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results and plots; fails when a row falls short
+	@status=0; for suite in wire latency throughput orchestration; do \
+		$(BIN)/python -m bench $$suite --json bench/results/$$suite.json --plot bench/results || status=1; done; exit $$status
 
 lint: setup  ## ruff, and buf for the protos where Node is installed
 	$(BIN)/ruff check .

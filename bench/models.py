@@ -45,7 +45,12 @@ def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: i
                 layer.get_parameter(name).mul_(eps)
     made.generation_config = source.generation_config
     made.save_pretrained(directory)
+    copy_tokenizer(source_dir, directory)
+    return directory
+
+
+def copy_tokenizer(source_dir: Path, directory: Path) -> None:
+    """Gives one checkpoint the tokenizer and chat template of another."""
     for path in Path(source_dir).iterdir():
         if "token" in path.name or path.suffix == ".jinja":
             shutil.copy(path, directory)
-    return directory
