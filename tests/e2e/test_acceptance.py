@@ -48,6 +48,14 @@ def covered_mass(model: torch.nn.Module, prompt: Sequence[int], completion: Comp
     return masses
 
 
+def wait_until_drafted(client: Client) -> None:
+    """Returns once the coordinator has found the restarted draft: without one, streams end sooner than it loads."""
+    while True:
+        probe = client.generate(prompt_token_ids=[5, 6, 7], max_new_tokens=8, gamma=GAMMA, provenance=True)
+        if any(detail.source is TokenSource.ACCEPTED for detail in probe.details):
+            return
+
+
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_a_draft_that_is_the_target_is_accepted_also_after_a_restart(llama_pair: tuple[Path, Path], mode: str) -> None:
     target, _ = llama_pair
@@ -70,6 +78,8 @@ def test_a_draft_that_is_the_target_is_accepted_also_after_a_restart(llama_pair:
                 next(stream)
                 stack.restart("draft")
             completions.append(stream.result())
+            if index == NUM_REQUESTS // 2:
+                wait_until_drafted(client)
     sources = [detail.source for completion in completions for detail in completion.details]
     num_accepted = sources.count(TokenSource.ACCEPTED)
     num_tested = num_accepted + sources.count(TokenSource.CORRECTED)
