@@ -7,16 +7,20 @@ over the quantised worker alone.
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.models import DEMO
+from bench.workload import prompt_token_ids
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.hf_adapter import load_worker
 from specdec.engine.int8_projection import Int8Projection
+from specdec.types import BLOCK_TOKENS
 from target_service.verifier import Verifier
 from tests.round_driver import RoundDriver
 from tests.tiny_models import build_tiny_model, build_tiny_pair
@@ -76,6 +80,25 @@ def test_a_row_of_a_product_does_not_depend_on_its_company() -> None:
 
 def test_an_output_without_weights_stays_zero() -> None:
     assert torch.equal(Int8Projection(torch.zeros(8, 16), None)(torch.ones(1, 16)), torch.zeros(1, 8))
+
+
+def perplexity(dtype: str) -> float:
+    """Of the demo target on the benchmark's prompts, which its training never saw."""
+    worker = load_worker(str(DEMO / "target"), device="cpu", dtype=dtype, num_kv_blocks=16)
+    total, count = 0.0, 0
+    for prompt in prompt_token_ids(DEMO / "target"):
+        tokens = prompt[: 16 * BLOCK_TOKENS]
+        log_laws = execute(worker, tokens, 0, len(tokens)).log_softmax(dim=-1)
+        total -= float(log_laws[range(len(tokens) - 1), tokens[1:]].sum())
+        count += len(tokens) - 1
+    return math.exp(total / count)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_the_demo_target_predicts_unseen_text_as_well_within_two_percent(dtype: str) -> None:
+    exact, rounded_once = perplexity("float32"), perplexity(dtype)
+    print(f"{dtype}: perplexity {rounded_once:.3f}, float32 {exact:.3f}")
+    assert rounded_once / exact == pytest.approx(1.0, abs=0.02)
 
 
 def greedy_alone(worker: Worker, prompt: list[int]) -> list[int]:
