@@ -180,7 +180,7 @@ class ArithmeticTarget(_Engine):
         greedy = request.round.law.is_greedy
         return Verification(
             choice_token_ids=choices,
-            choice_probabilities=np.ones(len(choices)) if greedy else 1.0 / (2.0 + choices),
+            choice_probabilities=np.ones(len(choices)) if greedy else 0.5 ** (1.0 + choices % 8),
             rows=rows,
             logit_rows=self._logit_rows(request, rows, num_positions),
             kv_len=request.round.committed_len + num_positions - 1,
@@ -212,6 +212,6 @@ def law_row(index: int, support_size: int) -> LawRow:
     rest = LAW_TOTAL - int(weights.sum())
     if index % 2 == 0 or support_size == 0:
         weights[-1] = rest
-        return LawRow(weights, 40 + index, 0.125 / (index + 1))
+        return LawRow(weights, 40 + index, 0.5 ** (3 + index))  # exact in float32, as it travels
     weights[0] += rest
     return LawRow(weights, -1, 0.0)
