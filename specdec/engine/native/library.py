@@ -68,10 +68,10 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _find_compiler() -> str:
-    for name in ("c++", "g++", "clang++"):
+    for name in ("g++", "c++"):  # GCC: the kernels shuffle vectors by its builtin
         if path := shutil.which(name):
             return path
-    raise Unsupported("native kernels need a C++ compiler (c++, g++ or clang++) on the PATH", field="compile_backend")
+    raise Unsupported("native kernels need a C++ compiler (g++) on the PATH", field="compile_backend")
 
 
 def _digest(compiler: str) -> str:
