@@ -1,6 +1,6 @@
 """Suite `orchestration`: the real processes around simulated engines against the ideal of the dialled numbers.
 
-Rows 7 to 10 and 12. Every figure is simulated: forward passes are waits of a stated length, acceptance is dialled, and
+Rows 7 to 10 and 12. Redis holds the sessions, as where it matters. Every figure is simulated: forward passes are waits of a stated length, acceptance is dialled, and
 delay is added at the engines' ends of both links (a quarter of the stated round-trip on each of a round's four ways).
 Efficiency is docs/protocol.md section 6's time per round over the measured one, at the client, prefill and the rounds
 cut short by the token limit left out. Not here: any model.
@@ -177,7 +177,8 @@ class _Suite:
     def _stream(self, model: str, **fixed: object) -> Iterator[Callable[..., StreamRun]]:
         """A system of its own, warm; yields what runs one stream by its index."""
         with (
-            ProcessSystem(self._tokenizer_dir, simulated_replicas(model)) as system,
+            redis_server() as redis_url,
+            ProcessSystem(self._tokenizer_dir, simulated_replicas(model), redis_url=redis_url) as system,
             StreamProcess(system.endpoint) as client,
         ):
 

@@ -15,16 +15,17 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from coordinator.accounting import Account
 from coordinator.commits import CommitQueue
-from coordinator.output import OutputWriter
+from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import SessionReplicas
 from coordinator.recovery import encode_stats
 from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, OutputToken, Started
-from coordinator.round import RoundRunner
+from coordinator.round import RoundOutcome, RoundRunner
 from coordinator.tokens import SessionTokens
 from specdec.errors import Internal, LeaseLost, SessionLost, SpecdecError, Unavailable
 from specdec.observability.logging import bind
@@ -35,6 +36,12 @@ _log = logging.getLogger(__name__)
 
 #: Pauses between attempts of a commit while the store cannot be reached; the lease outlives them.
 _COMMIT_RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
+
+
+def _call_once_sent(callback: Callable[[], None]) -> None:
+    """Calls back when what is asked of a link in this turn of the event loop has been written, in the next."""
+    event_loop = asyncio.get_running_loop()
+    event_loop.call_soon(event_loop.call_soon, callback)
 
 
 class OutputStream:
@@ -220,43 +227,45 @@ class Generation:
             outcome = await parts.runner.run(parts.round_id, parts.writer.remaining)
             step = parts.writer.write(outcome.token_ids, outcome.provenance)
             base_len = len(parts.tokens)
-            token_ids = outcome.token_ids[: len(step.tokens)]
-            parts.tokens.extend(token_ids)
+            parts.tokens.extend(outcome.token_ids[: len(step.tokens)])
             parts.replicas.settle(len(parts.tokens))
-            parts.account.count_round(outcome)
             if self._publication is not None:
                 # A round takes longer than a commit, so that there is hardly ever anything to wait for.
                 if not self._publication.done():
                     await asyncio.shield(self._publication)
                 self._publication.result()
-            commit = Commit(
-                round_id=parts.round_id,
-                base_len=base_len,
-                token_ids=np.array(token_ids, dtype=np.uint32),
-                stats_json=encode_stats(parts.account.stats),
-                finish_reason=step.finish_reason,
-            )
+            self._publication = asyncio.get_running_loop().create_future()
+            commit = partial(self._commit, parts.round_id, base_len, outcome, step, self._publication)
             parts.round_id += 1
-            self._publication = self._publish(commit, step.tokens)
             if step.finish_reason is not None:
+                commit()
                 await asyncio.shield(self._publication)
                 return self._finished(step.finish_reason)
+            _call_once_sent(commit)
 
-    def _publish(self, commit: Commit, tokens: Sequence[OutputToken]) -> asyncio.Future[None]:
-        """Commits a round, then shows it; the answer is when that is done, or why it was not."""
-        shown: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def _commit(
+        self, round_id: int, base_len: int, outcome: RoundOutcome, step: OutputStep, shown: asyncio.Future[None]
+    ) -> None:
+        """Accounts for a round and commits it, then shows it; `shown` is done then, or has why it was not."""
+        self._parts.account.count_round(outcome)
+        commit = Commit(
+            round_id=round_id,
+            base_len=base_len,
+            token_ids=np.array([token.token_id for token in step.tokens], dtype=np.uint32),
+            stats_json=encode_stats(self._parts.account.stats),
+            finish_reason=step.finish_reason,
+        )
 
         def settle(error: Exception | None) -> None:
             if error is None:
-                self._show(tokens)
+                self._show(step.tokens)
                 shown.set_result(None)
             elif isinstance(error, SessionLost | Unavailable):
-                self._insisting = asyncio.create_task(self._insist(commit, tokens, error, shown))
+                self._insisting = asyncio.create_task(self._insist(commit, step.tokens, error, shown))
             else:
                 shown.set_exception(error)
 
         self._parts.commits.add(self._parts.lease, commit, settle)
-        return shown
 
     def _show(self, tokens: Sequence[OutputToken]) -> None:
         self._parts.account.count_chunk(len(tokens), is_first=not self.stream.tokens)

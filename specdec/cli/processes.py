@@ -14,6 +14,11 @@ from typing import Any
 _QUIET_LEVELS = {"debug", "info"}
 _STOP_GRACE_S = 10.0
 
+#: Set for services unless the caller has its own. gRPC reads it when it is imported. Its event engine hands every
+#: message through two more threads than the polling it replaced: 40 % of a small call's time here
+#: (docs/performance.md).
+SERVICE_ENVIRONMENT = {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener"}
+
 
 def free_ports(count: int) -> list[int]:
     """Loopback TCP ports that were free a moment ago, all different."""
@@ -43,7 +48,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=dict(environ),
+            env={**SERVICE_ENVIRONMENT, **environ},
             start_new_session=True,
             text=True,
             errors="replace",

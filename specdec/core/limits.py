@@ -11,6 +11,8 @@ import math
 from specdec.errors import InvalidRequest
 from specdec.types import LawParams, TokenIds
 
+_FEW = 32
+
 
 def check_law(law: LawParams, vocabulary_size: int) -> None:
     """Refuses a law out of range.
@@ -50,7 +52,9 @@ def check_token_ids(token_ids: TokenIds, vocabulary_size: int, field: str) -> No
     Raises:
         InvalidRequest: naming `field`.
     """
-    if len(token_ids) and int(token_ids.max()) >= vocabulary_size:
-        raise InvalidRequest(
-            f"{field} holds token id {int(token_ids.max())}, the vocabulary has {vocabulary_size}", field=field
-        )
+    if not len(token_ids):
+        return
+    # A round's few tokens are compared sooner as ints than an array's reduction is set up.
+    largest = int(token_ids.max()) if len(token_ids) > _FEW else max(token_ids.tolist())
+    if largest >= vocabulary_size:
+        raise InvalidRequest(f"{field} holds token id {largest}, the vocabulary has {vocabulary_size}", field=field)

@@ -50,6 +50,9 @@ from specdec.types import (
 MAX_CONTEXT_TOKENS = 131_072
 _NUM_KV_BLOCKS = 65_536
 
+#: From an answer to work that it must not be delayed by: the interpreter runs one thread at a time.
+_PAUSE_S = 1e-3
+
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
@@ -178,12 +181,15 @@ class _SimulatedEngine:
         # Shielded: whoever waits may go away, and the session must be left in order all the same.
         return await asyncio.shield(job.future)
 
-    def _submit(self, job: _Job, **of_work: Any) -> None:
+    def _submit(self, job: _Job, *, after: Callable[[], None] | None = None, **of_work: Any) -> None:
+        """Gives a job to the device; `after` is called on its thread once the answer is on its way."""
         event_loop = asyncio.get_running_loop()
 
         def finish(now_s: float) -> None:
             answered = partial(event_loop.call_soon_threadsafe, self._complete, job)
             self._timeline.at(now_s + self._pair.link_delay_s, lambda _: answered())
+            if after is not None:
+                self._timeline.at(now_s + self._pair.link_delay_s + _PAUSE_S, lambda _: after())
 
         asked = job.request.round
         work = Work(asked.session_id, context_tokens=asked.committed_len, finish=finish, **of_work)
@@ -242,12 +248,15 @@ class SimulatedDraft(_SimulatedEngine):
         text = SimulatedText(self._pair.text, asked)
         proposal = _draft(text, asked, gamma, num_cached_tokens=sequence.kv_len)
         job = _Job(sequence, request, digest_of(request), proposal, proposal.draft_token_ids[:-1], arrival_s)
-        branches = None
+        branches = foresee = None
         if self._pair.predrafts:
             outcomes = range(asked.committed_len + 1, asked.committed_len + gamma + 2)
             branches = Branches(self._pair.num_branches(gamma), gamma + 1, outcomes)
+            # What a hit says is worked out as long before as a model would have drafted it.
+            foresee = partial(text.foresee, range(outcomes[0], outcomes[-1] + gamma))
         self._submit(
             job,
+            after=foresee,
             first_tokens=max(1, sequence.num_pending),
             num_steps=gamma,
             is_hit=text.is_predicted(asked.committed_len - 1),

@@ -17,6 +17,7 @@ from specdec.core.packed import NO_IDS, PackedIds
 from specdec.types import TokenIds
 from specdec.v1 import draft_pb2
 
+_FEW = 32
 _LARGEST_ID = np.iinfo(np.uint32).max
 
 
@@ -72,7 +73,8 @@ def _ascending(deltas: NDArray[np.int64], sizes: list[int]) -> TokenIds:
 
 def token_ids(values: Sequence[int]) -> TokenIds:
     """uint32 [n] from a repeated field or any ints below 2^32."""
-    return np.array(values, dtype=np.uint32)
+    # Few are read faster from a list, many from a repeated field.
+    return np.array(values[:] if len(values) < _FEW else values, dtype=np.uint32)
 
 
 def to_bytes(parts: Sequence[Any], dtype: str) -> bytes:

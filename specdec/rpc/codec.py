@@ -30,6 +30,7 @@ from specdec.types import (
     Proposal,
     ProposeRequest,
     Support,
+    TokenIds,
     Verification,
     VerifyRequest,
 )
@@ -93,12 +94,14 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
     )
     check_token_ids(draft_token_ids, limits.vocabulary_size, "draft_token_ids")
     require_context(round_.committed_len + num_draft_tokens, limits)
-    try:
-        (support_ids,) = decode_supports([message.supports], [num_draft_tokens if uses_supports(round_) else 0])
-    except ValueError as error:
-        raise InvalidRequest(f"supports: {error}", field="supports") from error
-    for ids in support_ids:
-        check_token_ids(ids[-1:], limits.vocabulary_size, "supports")  # ascending: the last is the largest
+    support_ids: Sequence[TokenIds] = ()
+    if uses_supports(round_) or message.HasField("supports"):
+        try:
+            (support_ids,) = decode_supports([message.supports], [num_draft_tokens if uses_supports(round_) else 0])
+        except ValueError as error:
+            raise InvalidRequest(f"supports: {error}", field="supports") from error
+        for ids in support_ids:
+            check_token_ids(ids[-1:], limits.vocabulary_size, "supports")  # ascending: the last is the largest
     num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     most = min(_MAX_LOGPROBS, limits.vocabulary_size)
     require((num_logprobs or 0) <= most, "num_logprobs", f"must be at most {most}, not {num_logprobs}")
@@ -168,6 +171,8 @@ def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[P
 
 def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[int]]) -> list[Sequence[Support]]:
     """The laws that the tokens `drawn` of each message were drawn from, one each."""
+    if not any(drawn) and not any(message.HasField("supports") or message.weights for message in messages):
+        return [() for _ in messages]
     packed = decode_supports([message.supports for message in messages], [len(drawn_here) for drawn_here in drawn])
     for ids, message in zip(packed, messages, strict=True):
         ids.wire = message.supports

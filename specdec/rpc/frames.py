@@ -138,6 +138,7 @@ class _ServedStream:
 
     async def _reply(self, item: Any) -> None:
         self._replies.append(await self._server.reply_to(item))
+        self.wake.set()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)

@@ -17,9 +17,13 @@ _MAX_SESSION_ID_BYTES = 256
 
 #: Laws whose messages are remembered: those of the requests that run.
 _MAX_LAWS = 4096
+_REMEMBERED_LAW_BYTES = 512
 
 _encoded_laws: dict[int, tuple[LawParams, common_pb2.LawParams]] = {}
 """By `id`; holding the law itself keeps its id from meaning another one."""
+
+_decoded_laws: dict[tuple[bytes, int], LawParams] = {}
+"""By their bytes and the vocabulary they were checked against."""
 
 
 def encode_round(round_: Round) -> common_pb2.Round:
@@ -102,6 +106,19 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
 
 
 def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
+    """A request sends one law with all its rounds, so that it is read and checked once."""
+    key = message.SerializeToString(), limits.vocabulary_size
+    law = _decoded_laws.get(key)
+    if law is None:
+        law = _read_law(message, limits)
+        if len(key[0]) <= _REMEMBERED_LAW_BYTES:  # long lists of biases are few
+            if len(_decoded_laws) >= _MAX_LAWS:
+                _decoded_laws.clear()
+            _decoded_laws[key] = law
+    return law
+
+
+def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
     law = LawParams(
         temperature=message.temperature,
         top_p=message.top_p or 1.0,
