@@ -2,8 +2,8 @@
 
 Rows 7 to 10 and 12. A redis-server holds the sessions. Every figure is simulated: forward passes are waits of a stated
 length, acceptance is dialled, and delay is added at the engines' ends of both links (a quarter of the stated round-trip
-on each of a round's four ways). Efficiency is docs/protocol.md section 6's time per round over the measured one, at the client, prefill and the rounds
-cut short by the token limit left out. Not here: any model.
+on each of a round's four ways). Efficiency is docs/protocol.md section 6's time per round over the measured one, at the
+client, prefill and the rounds cut short by the token limit left out. Not here: any model.
 """
 
 import argparse

@@ -57,12 +57,17 @@ def support_of_likeliest(
     """The support among candidates given likeliest first; `masses` float64 [K] beside `token_ids` int64 [K]."""
     size = int(np.searchsorted(np.cumsum(masses), coverage)) + 1
     masses = masses[:size]
-    weights = np.rint(masses / masses[0] * _MAX_WEIGHT).astype(np.uint16)
+    weights = integer_shares(masses, masses[0])
     # The candidates descend, so those that rounded to 0 are the last.
     kept = int(np.count_nonzero(weights))
     ascending = np.argsort(token_ids[:kept])
     support = Support(token_ids=token_ids[ascending].astype(np.uint32), weights=weights[ascending])
     return support, max(0.0, 1.0 - float(masses[:kept].sum()))
+
+
+def integer_shares(masses: NDArray[np.float64], largest: float) -> NDArray[np.uint16]:
+    """The weights of a support's masses: shares of the largest one, uint16 beside `masses`; 0 for what is too small."""
+    return np.rint(masses / largest * _MAX_WEIGHT).astype(np.uint16)
 
 
 def draw_from_support(support: Support, key: DrawKey, index: int) -> int:

@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
-from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_likeliest
+from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_likeliest
 from specdec.engine.laws import (
     LawContext,
     filtered_laws,
@@ -72,6 +73,8 @@ def cut_supports(laws: torch.Tensor, s_max: int, coverage: float = DEFAULT_COVER
         R supports and the law mass outside each, 0..1.
     """
     s_max = min(s_max, laws.shape[-1])
+    if s_max > _FIRST_CANDIDATES and laws.device.type == "cpu":
+        return [_cut_by_mass(law, s_max, coverage) for law in laws.numpy()]
     first = min(s_max, _FIRST_CANDIDATES)
     candidates = likeliest(laws, first, floor=0.0)
     masses, ids = (tensor.cpu().numpy() for tensor in candidates)  # [R, first]
@@ -83,6 +86,25 @@ def cut_supports(laws: torch.Tensor, s_max: int, coverage: float = DEFAULT_COVER
         for index, row in enumerate(short):
             supports[row] = support_of_likeliest(ids[index], masses[index], coverage)
     return supports
+
+
+def _cut_by_mass(law: NDArray[np.float64], s_max: int, coverage: float) -> tuple[Support, float]:
+    """`specdec.core.sparse.cut_support` of a law [V] on the host, for wide supports.
+
+    Numbers alone are sorted, some ten times sooner than ids by their numbers; which ids they are of, one comparison
+    with the smallest of them tells.
+    """
+    # All tokens below half of this together are less than what need not be covered.
+    masses = np.sort(law[law > (1.0 - coverage) / (2 * len(law))])[::-1][:s_max]
+    masses = masses[: int(np.searchsorted(np.cumsum(masses), coverage)) + 1]
+    # Those whose weight rounds to 0 are the last.
+    masses = masses[: int(np.count_nonzero(integer_shares(masses, masses[0])))]
+    ids = np.flatnonzero(law >= masses[-1])
+    if len(ids) > len(masses):  # of the tokens at the cut, those of lower id
+        at_cut = np.flatnonzero(law[ids] == masses[-1])
+        ids = np.delete(ids, at_cut[len(masses) - len(ids) :])
+    support = Support(token_ids=ids.astype(np.uint32), weights=integer_shares(law[ids], masses[0]))
+    return support, max(0.0, 1.0 - float(masses.sum()))
 
 
 def law_rows(laws: torch.Tensor, support_ids: Sequence[TokenIds], tail_uniforms: Sequence[float]) -> list[LawRow]:
