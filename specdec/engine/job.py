@@ -9,6 +9,7 @@ Not here: futures and threads (`loop`), the choice of steps (`scheduler`). Calle
 from __future__ import annotations
 
 import collections.abc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -126,7 +127,7 @@ def split_lawless(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], lis
     Returns:
         The jobs that stay, the others, and the rows of those that stay.
     """
-    has_law = torch.isfinite(logits.amax(dim=-1)).tolist()  # [R]; a NaN is its row's maximum
+    has_law = [math.isfinite(maximum) for maximum in logits.amax(dim=-1).tolist()]  # [R]; a NaN is its row's maximum
     if all(has_law):
         return jobs, [], logits
     kept: list[Job] = []
