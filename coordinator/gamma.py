@@ -116,8 +116,10 @@ class PoolRecord:
         if times.num_prefilled > MAX_PREFILLED:
             return
         num_rows = times.num_draft_tokens + 1 + times.num_other_rows
-        self.verify_time.observe(num_rows, times.committed_len, times.verify_forward_s)
-        self.link_s.observe(max(0.0, times.verify_s - times.verify_forward_s))
+        # Believed as far as the wait bears it out, and not a number is none: the pool would never forget it.
+        forward_s = min(max(0.0, times.verify_forward_s), times.verify_s)
+        self.verify_time.observe(num_rows, times.committed_len, forward_s)
+        self.link_s.observe(times.verify_s - forward_s)
         self.round_s.observe(times.draft_s + times.verify_s)
         self.round_tokens.observe(times.num_accepted + 1)
         self.num_others.observe(times.num_others)

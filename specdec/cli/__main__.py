@@ -28,7 +28,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The whole command line. Defaults come from `environ` where api.md names a variable."""
-    parser = _Parser(prog="specdec", description=specdec.__doc__, allow_abbrev=False)
+    description = "Distributed speculative decoding: run it, talk to it, measure it."
+    parser = _Parser(prog="specdec", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     up.add_parser(commands)

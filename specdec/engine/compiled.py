@@ -65,7 +65,7 @@ class CompileOptions:
     """What a service compiles."""
 
     backend: str = AUTO
-    """A name of `registered_backends`."""
+    """One that `require_backend` lets through."""
     row_counts: tuple[int, ...] = ()
     """Rows of each graph."""
     directory: Path | None = None
@@ -86,23 +86,21 @@ class GraphSource:
     """As the worker's shape says it: `int8` included."""
 
 
-def registered_backends() -> list[str]:
-    """Names that `--compile-backend` takes on this machine."""
-    # Imported late: a service that stays eager starts faster without it.
-    from torch._dynamo import list_backends
-
-    return [AUTO, NATIVE, EAGER, *sorted(list_backends(exclude_tags=()))]
-
-
 def require_backend(name: str) -> None:
     """Finds out whether a backend is there, before anything is loaded.
 
     Raises:
         InvalidRequest: it is not; the message has the names that are.
     """
-    if name not in (AUTO, NATIVE, EAGER) and name not in (names := registered_backends()):
+    if name in (AUTO, NATIVE, EAGER):
+        return
+    # Imported late: a service that stays eager starts faster without it.
+    from torch._dynamo import list_backends
+
+    if name not in list_backends(exclude_tags=()):
+        names = ", ".join((AUTO, NATIVE, EAGER, *sorted(list_backends())))  # not those for debugging PyTorch
         raise InvalidRequest(
-            f"compile_backend {name!r} is not registered here; there are {', '.join(names)}", field="compile_backend"
+            f"compile_backend {name!r} is not registered here; there are {names}", field="compile_backend"
         )
 
 

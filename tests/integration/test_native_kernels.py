@@ -103,6 +103,23 @@ def test_a_token_outside_the_vocabulary_reads_no_memory(directory: Path) -> None
             run(worker, SequenceSlice((5, token_id), 0, (0,), 1))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(SequenceSlice((5,), 256, tuple(range(17)), 1), id="a position behind the context"),
+        pytest.param(SequenceSlice((5, 6), 15, (0,), 1), id="a position that no block holds"),
+        pytest.param(SequenceSlice((5,), 0, (NUM_SEQUENCES * BLOCKS_PER_SEQUENCE,), 1), id="a block behind the pool"),
+        pytest.param(SequenceSlice((5,), 0, (-1,), 1), id="a block before the pool"),
+        pytest.param(SequenceSlice((5,), 0, (0,), 2), id="more rows of logits than tokens"),
+    ],
+)
+def test_a_wrong_plan_touches_no_memory(directory: Path, wrong: SequenceSlice) -> None:
+    worker = load(directory)
+    with pytest.raises(IndexError, match="plan"):
+        run(worker, piece(1, 0, 3), wrong)
+    assert len(run(worker, piece(1, 0, 3))) == 3
+
+
 def test_a_model_they_do_not_compute_is_refused_by_name_and_left_to_pytorch_otherwise(tmp_path: Path) -> None:
     gpt2 = build_tiny_model("gpt2", tmp_path, vocabulary_size=VOCABULARY_SIZE)
     with pytest.raises(Unsupported, match="gpt2") as raised:
@@ -115,6 +132,10 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path: Path)
     with pytest.raises(InvalidRequest, match="'nowhere'") as raised:
         load(tmp_path, backend="nowhere")
     assert raised.value.field == "compile_backend"
+    there_are = raised.value.message.partition("there are ")[2].split(", ")
+    assert {"auto", "native", "eager", "inductor"} <= set(there_are)
+    assert len(set(there_are)) == len(there_are)
+    assert not [name for name in there_are if "debug" in name or "TESTING" in name]
 
 
 def test_without_a_compiler_auto_says_so_and_native_stops(
@@ -128,18 +149,51 @@ def test_without_a_compiler_auto_says_so_and_native_stops(
     assert "C++ compiler" in caplog.text
 
 
-def test_a_second_process_finds_the_kernels_compiled(directory: Path, tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from specdec.engine.native.library import load_library\n"
-        "assert load_library(Path(sys.argv[1])).specdec_panel() > 0\n"
-    )
-    files: list[dict[str, int]] = []
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
-        files.append({path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()})
-    assert len(files[0]) == 1
-    assert files[0] == files[1]
+def test_a_compiler_that_does_not_run_is_as_none(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "g++").write_text("not a program")
+    (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unsupported, match="cannot be compiled"):
+        load(directory, kept_in=tmp_path / "kept")
+    assert len(run(load(directory, backend="auto", kept_in=tmp_path / "kept"), piece(1, 0, 3))) == 3
+
+
+LOADING = (
+    "import sys; from pathlib import Path\n"
+    "from specdec.engine.native.library import load_library\n"
+    "assert load_library(Path(sys.argv[1])).specdec_panel() > 0\n"
+)
+
+
+def load_in_another_process(kept_in: Path) -> Path:
+    subprocess.run([sys.executable, "-c", LOADING, str(kept_in)], check=True)
+    (kept,) = kept_in.iterdir()
+    return kept
+
+
+def test_a_second_process_finds_the_kernels_compiled(tmp_path: Path) -> None:
+    first, second = (load_in_another_process(tmp_path).stat().st_mtime_ns for _ in range(2))
+    assert first == second
+
+
+def test_kept_kernels_that_are_damaged_are_compiled_again(tmp_path: Path) -> None:
+    kept = load_in_another_process(tmp_path)
+    whole = kept.read_bytes()
+    for damaged in (b"", b"nonsense", whole[: len(whole) // 2], whole[:-1]):
+        kept.write_bytes(damaged)
+        load_in_another_process(tmp_path)
+        assert len(kept.read_bytes()) > len(whole) // 2
+
+
+def test_kept_kernels_that_others_may_write_are_not_run(tmp_path: Path) -> None:
+    kept = load_in_another_process(tmp_path)
+    kept.chmod(0o666)
+    before = kept.stat().st_ino
+    load_in_another_process(tmp_path)
+    assert kept.stat().st_ino != before
+    assert kept.stat().st_mode & 0o022 == 0
 
 
 def test_a_directory_that_cannot_be_written_compiles_for_one_process(directory: Path, tmp_path: Path) -> None:

@@ -1,18 +1,21 @@
 """Compiles `step.cpp` for this machine, once, and loads it.
 
 The library is kept in a cache directory under a digest of its source, the compiler and the processor, so that
-only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. Nothing of
-the models is known here. Called by `specdec.engine.native.runner`.
+only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A kept
+library ends with a digest of itself, and one that is damaged or that others could have written is compiled again.
+Nothing of the models is known here. Called by `specdec.engine.native.runner`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -23,6 +26,7 @@ _SOURCE = Path(__file__).with_name("step.cpp")
 # No -ffast-math: it would let the order of sums depend on their place, and change how the process rounds.
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"]
 _TIMEOUT_S = 300
+_SEAL_BYTES = 16
 
 
 @functools.cache
@@ -33,30 +37,59 @@ def load_library(directory: Path | None) -> ctypes.CDLL:
         directory: where they are kept between runs; None, or one that cannot be written: nowhere.
 
     Raises:
-        Unsupported: no C++ compiler on this machine, or one that cannot compile them.
+        Unsupported: no C++ compiler on this machine, one that cannot compile them, or nowhere to load them from.
     """
+    try:
+        return _load_or_compile(directory)
+    except OSError as error:
+        raise Unsupported(f"native kernels cannot be compiled or loaded: {error}", field="compile_backend") from error
+
+
+def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
     compiler = _find_compiler()
     name = f"native-{_digest(compiler)}.so"
-    if directory is not None and ((directory / name).exists() or _may_write(directory)):
-        if not (directory / name).exists():
-            _compile(compiler, directory / name)
-        return _load(directory / name)
-    try:
-        with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
-            _compile(compiler, Path(temporary) / name)
-            return _load(Path(temporary) / name)  # stays loaded when the file is gone
-    except OSError as error:
-        raise Unsupported(
-            f"native kernels have no directory to be kept in: {error}", field="compile_backend"
-        ) from error
+    kept = None if directory is None else directory / name
+    if kept is not None and (library := _load_kept(kept)):
+        return library
+    with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
+        built = Path(temporary) / name
+        _compile(compiler, built)
+        if kept is not None:
+            with contextlib.suppress(OSError):
+                _keep(built, kept)
+            # Some machines execute nothing that lies among the temporary files.
+            if library := _load_kept(kept):
+                return library
+        return _load(built)  # stays loaded when the file is gone
 
 
-def _may_write(directory: Path) -> bool:
+def _load_kept(path: Path) -> ctypes.CDLL | None:
+    """The library, or None where there is none that is whole, that nobody else can have written, and that may run."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        status = path.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return None
+        content = path.read_bytes()
+        # Damaged machine code would be run: a file cut short ends the process when its missing pages are touched.
+        return _load(path) if content[-_SEAL_BYTES:] == _seal(content[:-_SEAL_BYTES]) else None
     except OSError:
-        return False
-    return os.access(directory, os.W_OK)
+        return None
+
+
+def _keep(built: Path, path: Path) -> None:
+    """Renamed into place, so that two processes that start at once both find a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".native-", dir=path.parent) as unfinished:
+        copy = Path(unfinished) / path.name
+        content = built.read_bytes()
+        copy.write_bytes(content + _seal(content))
+        copy.chmod(0o755)
+        copy.replace(path)
+
+
+def _seal(content: bytes) -> bytes:
+    """What follows a library in its file; loaders look at what headers name."""
+    return hashlib.blake2b(content, digest_size=_SEAL_BYTES).digest()
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -92,15 +125,11 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    # Renamed into place, so that two processes that start at once both find a whole file.
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so") as file:
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", file.name]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise Unsupported(f"{compiler} took over {_TIMEOUT_S} s", field="compile_backend") from error
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
-            raise Unsupported(f"{compiler} cannot compile the kernels: {lines[0]}", field="compile_backend")
-        os.link(file.name, temporary := f"{file.name}.done")
-    os.replace(temporary, path)
+    command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Unsupported(f"{compiler} took over {_TIMEOUT_S} s", field="compile_backend") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
+        raise Unsupported(f"{compiler} cannot compile the kernels: {lines[0]}", field="compile_backend")

@@ -7,15 +7,17 @@ Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fit
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.engine.base import ModelShape, StepPlan
+from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
 from specdec.engine.batch import AttentionKind
 from specdec.engine.kv_cache import KvCache
 from specdec.engine.llama_stack import LlamaStack
@@ -90,6 +92,12 @@ class _Batch(Structure):
     ]
 
 
+def _require_range(values: NDArray[np.int64], size: int, what: str, of_what: str) -> None:
+    """Raises IndexError unless all are in [0, size)."""
+    if values.min() < 0 or values.max() >= size:
+        raise IndexError(f"a {what} is outside the {size} {of_what}")
+
+
 class NativeRunner:
     """Implements `engine.base.Worker`. Not thread-safe: one step at a time."""
 
@@ -136,18 +144,18 @@ class NativeRunner:
             for piece, end in zip(slices, first_rows[1:], strict=True)
             for row in range(end - piece.num_logit_rows, end)
         ]
-        token_ids = np.array([token for piece in slices for token in piece.token_ids], dtype=np.int64)
-        if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
-            raise IndexError(f"a token id is outside the model's {self._num_embeddings} embeddings")
+        self._check(slices)
         arrays = {
             "first_row": first_rows,
             "start": [piece.start for piece in slices],
             "tables": [block for piece in slices for block in piece.block_table],
             "table_offset": [0, *accumulate(len(piece.block_table) for piece in slices)],
             "rows_wanted": wanted,
-            "token_ids": token_ids,
+            "token_ids": [token for piece in slices for token in piece.token_ids],
         }
         kept = {name: np.ascontiguousarray(values, dtype=np.int64) for name, values in arrays.items()}
+        _require_range(kept["token_ids"], self._num_embeddings, "token id", "embeddings")
+        _require_range(kept["tables"], self._cache.num_blocks, "block of the plan", "KV blocks")
         longest = max(piece.start + count for piece, count in zip(slices, counts, strict=True))
         logits = torch.empty(len(wanted), self._padded(self._model.head.outputs))
         num_threads = torch.get_num_threads()
@@ -161,6 +169,18 @@ class NativeRunner:
         )
         self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
         return logits[:, : self.shape.vocabulary_size].contiguous()
+
+    def _check(self, slices: Sequence[SequenceSlice]) -> None:
+        """Raises IndexError where a slice reaches beyond what it names: the kernels would read and write there."""
+        for piece in slices:
+            count = len(piece.token_ids)
+            end = piece.start + count
+            most = min(len(piece.block_table) * BLOCK_TOKENS, self.shape.max_context_tokens)
+            if not (piece.start >= 0 and end <= most and 0 <= piece.num_logit_rows <= count):
+                raise IndexError(
+                    f"a plan of {piece.num_logit_rows} logit rows for tokens {piece.start} to {end} in "
+                    f"{len(piece.block_table)} blocks and a context of {self.shape.max_context_tokens}"
+                )
 
     def _scratch_for(self, tokens: int, longest: int, num_threads: int) -> dict[str, int]:
         """Addresses of a step's working memory, kept for the next."""

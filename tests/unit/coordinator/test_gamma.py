@@ -209,3 +209,26 @@ def test_a_slow_draft_that_recovers_is_used_again_within_a_few_probes() -> None:
         chooser.observe(slow_round(num_prefilled=1, seconds=2.0))
     assert chooser.choose(100) in range(MAX_GAMMA + 1)
     assert min(chosen(chooser, World(), 0.9, 12 * TOKENS_PER_PROBE)[-50:]) >= 3
+
+
+@pytest.mark.parametrize("claimed_s", [float("nan"), float("inf"), 3e38, -1e9])
+def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claimed_s: float) -> None:
+    world = World()
+    pool, other_pool = PoolRecord(), PoolRecord()
+    for record in (pool, other_pool):
+        chosen(one(record), world, 0.8, 50)
+    liar = RoundTimes(
+        num_draft_tokens=2,
+        num_accepted=2,
+        draft_s=2 * world.draft_step_s,
+        verify_s=world.verify_s + world.link_s,
+        verify_forward_s=claimed_s,
+        num_prefilled=1,
+        num_draft_prefilled=1,
+        committed_len=150,
+        num_asked=2,
+    )
+    for _ in range(2):
+        pool.observe(liar)
+    afterwards, expected = (chosen(one(record), world, 0.8, 200, seed=2) for record in (pool, other_pool))
+    assert np.mean(afterwards) == pytest.approx(np.mean(expected), abs=1.0)
