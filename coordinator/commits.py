@@ -7,9 +7,12 @@ what a commit is (`specdec.state.store`). Called by `session`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from specdec.state.store import Commit, Lease, SessionStore
+
+_log = logging.getLogger(__name__)
 
 OnCommitted = Callable[[Exception | None], None]
 
@@ -42,5 +45,8 @@ class CommitQueue:
             answers = [*await self._store.commit_all([(lease, commit) for lease, commit, _ in batch])]
         except Exception as error:
             answers = [error] * len(batch)
-        for (_, _, on_committed), answer in zip(batch, answers, strict=True):
-            on_committed(answer)
+        for (lease, _, on_committed), answer in zip(batch, answers, strict=True):
+            try:
+                on_committed(answer)
+            except Exception:  # the others wait for theirs
+                _log.exception("a commit of session %s was not told", lease.session_id)

@@ -65,7 +65,10 @@ def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
     """Where this user's files lie that can be made again (the XDG base directories)."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+    try:
+        return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+    except RuntimeError:  # a user id without a home, as containers like them
+        return Path("/var/cache/specdec")
 
 
 def _own_host() -> str:

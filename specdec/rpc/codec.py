@@ -334,6 +334,7 @@ def _tails(message: target_pb2.Verification, rests: Sequence[int]) -> tuple[list
     num_tails = sum(rest > 0 for rest in rests) + 1
     if not len(tail_ids) == len(probabilities) == num_tails:
         raise ValueError(f"{len(tail_ids)} tail tokens for {num_tails} positions with a rest")
+    _expect_probabilities(probabilities)
     if num_tails <= len(rests):
         for index, rest in enumerate(rests):
             if not rest:
@@ -344,7 +345,12 @@ def _tails(message: target_pb2.Verification, rests: Sequence[int]) -> tuple[list
 
 def _choice_probabilities(values: Sequence[float], num_positions: int) -> NDArray[np.float64]:
     _expect(len(values) in (0, num_positions), f"{len(values)} probabilities for {num_positions} choices")
+    _expect_probabilities(values)
     return np.array(values, dtype=np.float64) if len(values) else np.ones(num_positions)
+
+
+def _expect_probabilities(values: Sequence[float]) -> None:
+    _expect(all(0.0 <= value <= 1.0 for value in values), "a probability outside 0..1")
 
 
 def _encode_logits(rows: Sequence[LogitRow], tails: Iterable[int]) -> target_pb2.Logits:

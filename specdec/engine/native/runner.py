@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -92,9 +92,9 @@ class _Batch(Structure):
     ]
 
 
-def _require_range(values: NDArray[np.int64], size: int, what: str, of_what: str) -> None:
+def _require_range(values: Sequence[int], size: int, what: str, of_what: str) -> None:
     """Raises IndexError unless all are in [0, size)."""
-    if values.min() < 0 or values.max() >= size:
+    if min(values) < 0 or max(values) >= size:
         raise IndexError(f"a {what} is outside the {size} {of_what}")
 
 
@@ -121,7 +121,12 @@ class NativeRunner:
         self._kept: list[torch.Tensor] = []  # what the structures point to
         self._num_embeddings = model.get_input_embeddings().weight.shape[0]
         self._model = self._describe_model(model, kinds, is_int8)
+        self._batch = _Batch()
+        self._numbers = np.empty(0, dtype=np.int64)
+        """What `_batch` points into, as it does into the next."""
         self._scratch = torch.empty(0)
+        self._placed = (0, 0, 0)
+        """Tokens, score columns and threads that `_batch` has working memory for."""
 
     @staticmethod
     def fits(library: ctypes.CDLL, model: PreTrainedModel) -> bool:
@@ -136,39 +141,44 @@ class NativeRunner:
         """Runs one step; see `engine.base.Worker.execute`."""
         if plan.block_copies:
             self._cache.copy_blocks(plan.block_copies)
-        slices = plan.slices
-        counts = [len(piece.token_ids) for piece in slices]
-        first_rows = [0, *accumulate(counts)]
-        wanted = [
-            row
-            for piece, end in zip(slices, first_rows[1:], strict=True)
-            for row in range(end - piece.num_logit_rows, end)
-        ]
+        slices, batch = plan.slices, self._batch
         self._check(slices)
-        arrays = {
+        self._numbers = self._place_numbers(slices)
+        num_threads = torch.get_num_threads()
+        longest = max(piece.start + len(piece.token_ids) for piece in slices)
+        self._place_scratch(batch.tokens, longest, num_threads)
+        logits = torch.empty(batch.logit_rows, self._padded(self._model.head.outputs))
+        batch.logits = logits.data_ptr()
+        self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
+        return logits[:, : self.shape.vocabulary_size].contiguous()
+
+    def _place_numbers(self, slices: Sequence[SequenceSlice]) -> NDArray[np.int64]:
+        """Points the batch at a plan's numbers; returns what holds them.
+
+        They lie in one array: a draft step is so short that making six would show.
+        """
+        first_rows = [0, *accumulate(len(piece.token_ids) for piece in slices)]
+        columns = {
             "first_row": first_rows,
             "start": [piece.start for piece in slices],
             "tables": [block for piece in slices for block in piece.block_table],
             "table_offset": [0, *accumulate(len(piece.block_table) for piece in slices)],
-            "rows_wanted": wanted,
+            "rows_wanted": [
+                row
+                for piece, end in zip(slices, first_rows[1:], strict=True)
+                for row in range(end - piece.num_logit_rows, end)
+            ],
             "token_ids": [token for piece in slices for token in piece.token_ids],
         }
-        kept = {name: np.ascontiguousarray(values, dtype=np.int64) for name, values in arrays.items()}
-        _require_range(kept["token_ids"], self._num_embeddings, "token id", "embeddings")
-        _require_range(kept["tables"], self._cache.num_blocks, "block of the plan", "KV blocks")
-        longest = max(piece.start + count for piece, count in zip(slices, counts, strict=True))
-        logits = torch.empty(len(wanted), self._padded(self._model.head.outputs))
-        num_threads = torch.get_num_threads()
-        batch = _Batch(
-            tokens=first_rows[-1],
-            sequences=len(slices),
-            logit_rows=len(wanted),
-            logits=logits.data_ptr(),
-            **{name: array.ctypes.data for name, array in kept.items()},
-            **self._scratch_for(first_rows[-1], longest, num_threads),
-        )
-        self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
-        return logits[:, : self.shape.vocabulary_size].contiguous()
+        _require_range(columns["token_ids"], self._num_embeddings, "token id", "embeddings")
+        _require_range(columns["tables"], self._cache.num_blocks, "block of the plan", "KV blocks")
+        numbers = np.array([*chain.from_iterable(columns.values())], dtype=np.int64)
+        batch, address = self._batch, numbers.ctypes.data
+        for name, column in columns.items():
+            setattr(batch, name, address)
+            address += len(column) * numbers.itemsize
+        batch.tokens, batch.sequences, batch.logit_rows = first_rows[-1], len(slices), len(columns["rows_wanted"])
+        return numbers
 
     def _check(self, slices: Sequence[SequenceSlice]) -> None:
         """Raises IndexError where a slice reaches beyond what it names: the kernels would read and write there."""
@@ -182,11 +192,13 @@ class NativeRunner:
                     f"{len(piece.block_table)} blocks and a context of {self.shape.max_context_tokens}"
                 )
 
-    def _scratch_for(self, tokens: int, longest: int, num_threads: int) -> dict[str, int]:
-        """Addresses of a step's working memory, kept for the next."""
-        model = self._model
+    def _place_scratch(self, tokens: int, longest: int, num_threads: int) -> None:
+        """Gives a step its working memory, which is kept for the next."""
         # One block more: a window begins within a block, and a tile of queries ends in another.
         scores_width = (longest // BLOCK_TOKENS + 2) * BLOCK_TOKENS
+        if (tokens, scores_width, num_threads) == self._placed:
+            return
+        model, batch = self._model, self._batch
         heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
         sizes = {
             "hidden": tokens * model.hidden,
@@ -199,12 +211,12 @@ class NativeRunner:
         total = sum(sizes.values())
         if self._scratch.numel() < total:
             self._scratch = torch.empty(total)
-        addresses: dict[str, int] = {"scores_width": scores_width}
+        batch.scores_width = scores_width
         address = self._scratch.data_ptr()
         for name, size in sizes.items():
-            addresses[name] = address
+            setattr(batch, name, address)
             address += size * self._scratch.itemsize
-        return addresses
+        self._placed = tokens, scores_width, num_threads
 
     def _describe_model(self, model: PreTrainedModel, kinds: list[AttentionKind], is_int8: bool) -> _Model:
         inner = model.model
