@@ -1,7 +1,7 @@
 """What a replica's answer must be before a round believes it, beyond what the link has checked against the request.
 
 A replica that answers nonsense must not end the stream where another can serve, nor put a token into the log that no
-tokenizer knows. Not here: what happens then (`round`), the answer's shape (`specdec.rpc.codec`). Called by `round`.
+tokenizer knows. Not here: what happens then (`round`), the answer's shape (`specdec.rpc.replies`). Called by `round`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import grpc
 
 from specdec.engine.base import DraftEngine
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec
+from specdec.rpc import codec, replies
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
@@ -41,7 +41,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
         request = codec.decode_propose_request(item, self._limits)
         proposal = await self._engine.propose(request)
         return Answered(
-            codec.encode_proposal(proposal, item.call_id),
+            replies.encode_proposal(proposal, item.call_id),
             num_committed_tokens=request.round.committed_len,
             num_cached_tokens=proposal.num_cached_tokens,
             num_draft_tokens=len(proposal.draft_token_ids),

@@ -12,7 +12,7 @@ import grpc
 
 from specdec.engine.base import TargetEngine
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec
+from specdec.rpc import codec, replies
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import target_pb2, target_pb2_grpc
 
@@ -41,7 +41,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
         request = codec.decode_verify_request(item, self._limits)
         verification = await self._engine.verify(request)
         return Answered(
-            codec.encode_verification(verification, item.call_id),
+            replies.encode_verification(verification, item.call_id),
             num_committed_tokens=request.round.committed_len,
             num_cached_tokens=verification.num_cached_tokens,
             num_draft_tokens=len(request.draft_token_ids),

@@ -1,6 +1,6 @@
 """The supports and law rows of a round, each as one array: a round is decided without an object per position.
 
-As sequences they give the `Support` and `LawRow` of each position. Not the wire (`specdec.rpc.codec` makes them of
+As sequences they give the `Support` and `LawRow` of each position. Not the wire (`specdec.rpc.replies` makes them of
 whole frames), not the decision (`rejection`, `block`). Called by those and by the coordinator.
 """
 

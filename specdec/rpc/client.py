@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from specdec.errors import Internal, InvalidRequest, Unavailable
-from specdec.rpc import codec, status
+from specdec.rpc import codec, replies, status
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
@@ -332,7 +332,7 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
     def _decode(
         self, messages: list[draft_pb2.Proposal], requests: list[ProposeRequest]
     ) -> Sequence[Proposal | Internal]:
-        return codec.decode_proposals(messages, requests)
+        return replies.decode_proposals(messages, requests)
 
 
 class TargetLink(_Link[VerifyRequest, Verification]):
@@ -359,4 +359,4 @@ class TargetLink(_Link[VerifyRequest, Verification]):
     def _decode(
         self, messages: list[target_pb2.Verification], requests: list[VerifyRequest]
     ) -> Sequence[Verification | Internal]:
-        return codec.decode_verifications(messages, requests)
+        return replies.decode_verifications(messages, requests)

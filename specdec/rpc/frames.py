@@ -2,7 +2,7 @@
 
 Every item runs in its own task, so a slow session never holds up another; replies that are ready in the same turn of
 the event loop share a frame. An item that fails becomes an `ItemStatus`, never the end of the stream. Not here: what an
-item means (`codec`, the servicers). Called by the draft and target servicers.
+item means (the servicers). Called by the draft and target servicers.
 """
 
 from __future__ import annotations

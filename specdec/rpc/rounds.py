@@ -1,6 +1,6 @@
 """The `Round` and `LawParams` messages that both links share, and the checks of what arrives in them.
 
-A value out of range is InvalidRequest naming the field and its limit. Called by `codec` alone.
+A value out of range is InvalidRequest naming the field and its limit. Called by `codec` and `replies`.
 """
 
 from __future__ import annotations

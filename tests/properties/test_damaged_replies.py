@@ -18,7 +18,7 @@ from specdec.core.random import DrawKey
 from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import cut_support, draw_from_support, law_row
 from specdec.errors import Internal
-from specdec.rpc import codec
+from specdec.rpc import replies
 from specdec.types import (
     LAW_TOTAL,
     DrawRule,
@@ -89,9 +89,9 @@ def damaged(message: Any, damage: list[tuple[str, float, int]]) -> Any:
 def test_a_damaged_draft_is_refused_alone_or_is_a_draft(
     asked: list[Exchange], victim: int, damage: list[tuple[str, float, int]]
 ) -> None:
-    messages = [codec.encode_proposal(exchange.proposal, index) for index, exchange in enumerate(asked)]
+    messages = [replies.encode_proposal(exchange.proposal, index) for index, exchange in enumerate(asked)]
     messages[victim] = damaged(messages[victim], damage)
-    answers = codec.decode_proposals(messages, [exchange.propose for exchange in asked])
+    answers = replies.decode_proposals(messages, [exchange.propose for exchange in asked])
     assert not any(isinstance(answer, Internal) for index, answer in enumerate(answers) if index != victim)
     answer = answers[victim]
     if isinstance(answer, Internal):
@@ -109,9 +109,9 @@ def test_a_damaged_draft_is_refused_alone_or_is_a_draft(
 def test_a_damaged_verification_is_refused_alone_or_decides_the_round(
     asked: list[Exchange], victim: int, damage: list[tuple[str, float, int]]
 ) -> None:
-    messages = [codec.encode_verification(exchange.verification, index) for index, exchange in enumerate(asked)]
+    messages = [replies.encode_verification(exchange.verification, index) for index, exchange in enumerate(asked)]
     messages[victim] = damaged(messages[victim], damage)
-    answers = codec.decode_verifications(messages, [exchange.verify for exchange in asked])
+    answers = replies.decode_verifications(messages, [exchange.verify for exchange in asked])
     assert not any(isinstance(answer, Internal) for index, answer in enumerate(answers) if index != victim)
     answer, exchange = answers[victim], asked[victim]
     if isinstance(answer, Internal):
@@ -129,9 +129,9 @@ def test_a_damaged_verification_is_refused_alone_or_decides_the_round(
 @pytest.mark.parametrize("moved", [1, -1, 1 << 31])
 def test_the_control_weights_that_do_not_sum_are_refused(moved: int) -> None:
     exchange = Exchange(1, 2, is_greedy=False)
-    message = codec.encode_verification(exchange.verification, 0)
+    message = replies.encode_verification(exchange.verification, 0)
     weights = np.frombuffer(message.weights, "<u4").copy()
     weights[0] = (int(weights[0]) + moved) % (1 << 32)
     message.weights = weights.tobytes()
     with pytest.raises(Internal, match="sum"):
-        codec.decode_verification(message, exchange.verify)
+        replies.decode_verification(message, exchange.verify)

@@ -16,7 +16,7 @@ from specdec.core.random import DrawKey
 from specdec.core.rejection import residual_weights, verify_rejection
 from specdec.core.sparse import MAX_SUPPORT, law_row
 from specdec.errors import Internal, InvalidRequest
-from specdec.rpc import codec
+from specdec.rpc import codec, replies
 from specdec.rpc.arrays import decode_supports, encode_supports
 from specdec.types import LAW_TOTAL, DrawRule, LawParams, Proposal, ProposeRequest, Support, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
@@ -86,17 +86,17 @@ async def test_verify_requests_and_their_answers_survive_the_wire(
     request = verify_request(num_draft_tokens, num_logprobs=num_logprobs, **round_options)
     assert same(codec.decode_verify_request(codec.encode_verify_request(request, 1), LIMITS), request)
     verification = await ArithmeticTarget().verify(request)
-    message = target_pb2.Verification.FromString(codec.encode_verification(verification, 9).SerializeToString())
+    message = target_pb2.Verification.FromString(replies.encode_verification(verification, 9).SerializeToString())
     assert message.call_id == 9
-    assert same(codec.decode_verification(message, request), verification)
+    assert same(replies.decode_verification(message, request), verification)
 
 
 @pytest.mark.parametrize("round_options", [{}, {"law": GREEDY}, {"draw_rule": COUPLED}])
 async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None:
     request = ProposeRequest(make_round(**round_options), gamma=4)
     proposal = await ArithmeticDraft().propose(request)
-    message = draft_pb2.Proposal.FromString(codec.encode_proposal(proposal, 2).SerializeToString())
-    assert same(codec.decode_proposal(message, request), proposal)
+    message = draft_pb2.Proposal.FromString(replies.encode_proposal(proposal, 2).SerializeToString())
+    assert same(replies.decode_proposal(message, request), proposal)
 
 
 @settings(deadline=None, max_examples=60)
@@ -193,7 +193,7 @@ def test_a_session_beyond_the_context_says_so() -> None:
 
 async def test_a_malformed_proposal_is_the_replicas_fault() -> None:
     request = ProposeRequest(make_round(), gamma=3)
-    good = codec.encode_proposal(await ArithmeticDraft().propose(request), 1)
+    good = replies.encode_proposal(await ArithmeticDraft().propose(request), 1)
 
     def broken(**changes: Any) -> draft_pb2.Proposal:
         message = draft_pb2.Proposal.FromString(good.SerializeToString())
@@ -214,7 +214,7 @@ async def test_a_malformed_proposal_is_the_replicas_fault() -> None:
         (broken(lost_mass=[0.5]), "lost_mass"),
     ]:
         with pytest.raises(Internal, match=words):
-            codec.decode_proposal(message, request)
+            replies.decode_proposal(message, request)
 
 
 async def test_a_malformed_verification_is_the_replicas_fault() -> None:
@@ -229,14 +229,14 @@ async def test_a_malformed_verification_is_the_replicas_fault() -> None:
         (replace(verification, rows=(heavy, *verification.rows[1:])), "sum to"),
     ]:
         with pytest.raises(Internal, match=words):
-            codec.decode_verification(codec.encode_verification(answer, 1), request)
-    extra_tail = codec.encode_verification(verification, 1)
+            replies.decode_verification(replies.encode_verification(answer, 1), request)
+    extra_tail = replies.encode_verification(verification, 1)
     extra_tail.tail_token_ids.append(5)
     with pytest.raises(Internal, match="tail tokens"):
-        codec.decode_verification(extra_tail, request)
+        replies.decode_verification(extra_tail, request)
     greedy = verify_request(3, law=GREEDY)
     with pytest.raises(Internal, match="0 choices for 4 positions"):
-        codec.decode_verification(codec.encode_verification(verification, 1), greedy)
+        replies.decode_verification(replies.encode_verification(verification, 1), greedy)
 
 
 def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> None:
@@ -245,16 +245,16 @@ def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> Non
     def answer(num_entries: int) -> draft_pb2.Proposal:
         ids = np.arange(num_entries, dtype=np.uint32)
         support = Support(ids, np.full(num_entries, 65_535, dtype=np.uint16))
-        return codec.encode_proposal(Proposal(ids[:1], (support,), (0.0,), 1, 0, 0.0), 1)
+        return replies.encode_proposal(Proposal(ids[:1], (support,), (0.0,), 1, 0, 0.0), 1)
 
-    largest = codec.decode_proposal(answer(MAX_SUPPORT), request).supports[0]
+    largest = replies.decode_proposal(answer(MAX_SUPPORT), request).supports[0]
     certain = law_row(np.eye(1, MAX_SUPPORT)[0], largest.token_ids, 0.5)
     # p is token 0 alone: all that q lacks of it is the residual, exactly.
     residual = residual_weights(largest, certain)
     assert residual[0] == LAW_TOTAL * 65_535 * (MAX_SUPPORT - 1)
     assert not residual[1:].any()
     with pytest.raises(Internal, match="more than 32768 entries"):
-        codec.decode_proposal(answer(MAX_SUPPORT + 1), request)
+        replies.decode_proposal(answer(MAX_SUPPORT + 1), request)
 
 
 def test_engine_info_survives_the_wire() -> None:
@@ -266,16 +266,16 @@ async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() 
         ProposeRequest(make_round(f"s{n}", num_tokens=3 + n, law=GREEDY if n == 2 else None), 1 + n % 4)
         for n in range(6)
     ]
-    proposals = [codec.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
-    drafts = codec.decode_proposals(proposals, requests)
-    assert all(map(same, drafts, map(codec.decode_proposal, proposals, requests)))
+    proposals = [replies.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
+    drafts = replies.decode_proposals(proposals, requests)
+    assert all(map(same, drafts, map(replies.decode_proposal, proposals, requests)))
     asked = [
         VerifyRequest(request.round, draft.draft_token_ids, tuple(support.token_ids for support in draft.supports))
         for request, draft in zip(requests, drafts, strict=True)
     ]
-    answers = [codec.encode_verification(await ArithmeticTarget().verify(request), 1) for request in asked]
-    together = codec.decode_verifications(answers, asked)
-    assert all(map(same, together, map(codec.decode_verification, answers, asked)))
+    answers = [replies.encode_verification(await ArithmeticTarget().verify(request), 1) for request in asked]
+    together = replies.decode_verifications(answers, asked)
+    assert all(map(same, together, map(replies.decode_verification, answers, asked)))
     for request, draft, answer in zip(requests, drafts, together, strict=True):
         if not draft.supports:
             continue
@@ -287,18 +287,18 @@ async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() 
 
 async def test_a_malformed_reply_of_a_frame_fails_alone() -> None:
     requests = [ProposeRequest(make_round(f"s{n}"), gamma=3) for n in range(4)]
-    proposals = [codec.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
+    proposals = [replies.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
     proposals[1].weights = bytes(len(proposals[1].weights))
     proposals[2].draft_token_ids[0] = 999
-    answers = codec.decode_proposals(proposals, requests)
+    answers = replies.decode_proposals(proposals, requests)
     assert [isinstance(answer, Internal) for answer in answers] == [False, True, True, False]
-    assert same(answers[3], codec.decode_proposal(proposals[3], requests[3]))
+    assert same(answers[3], replies.decode_proposal(proposals[3], requests[3]))
 
 
 async def test_supports_are_sent_on_as_they_came() -> None:
     request = ProposeRequest(make_round(), gamma=3)
-    message = codec.encode_proposal(await ArithmeticDraft().propose(request), 1)
-    draft = codec.decode_proposal(message, request)
+    message = replies.encode_proposal(await ArithmeticDraft().propose(request), 1)
+    draft = replies.decode_proposal(message, request)
     assert isinstance(draft.supports, PackedSupports)
     forwarded = VerifyRequest(request.round, draft.draft_token_ids, draft.supports.ids)
     assert codec.encode_verify_request(forwarded, 1).supports == message.supports

@@ -13,7 +13,7 @@ import pytest
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec
+from specdec.rpc import codec, replies
 from specdec.rpc.client import DraftLink, TargetLink, WireCount
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
@@ -73,7 +73,7 @@ async def test_a_proposal_comes_back_with_the_bytes_it_cost() -> None:
         assert reply.draft_token_ids.tolist() == [3, 4, 5, 6]
         assert reply.kv_len == expected.kv_len
         sent = codec.encode_propose_request(request, 1).ByteSize()
-        received = codec.encode_proposal(expected, 1).ByteSize()
+        received = replies.encode_proposal(expected, 1).ByteSize()
         assert wire.num_bytes == sent + received
 
 
