@@ -1,7 +1,7 @@
 """Token ids, supports and number arrays in protobuf fields: whole-array packing, no loop over entries.
 
-Not here: what the arrays mean in a message (`codec`, `replies`). Every decoder raises ValueError saying what does not fit; the
-caller knows whose fault that is.
+Not here: what the arrays mean in a message (`codec`, `replies`). Every decoder raises ValueError saying what does not
+fit; the caller knows whose fault that is.
 """
 
 from __future__ import annotations
