@@ -15,6 +15,7 @@ class _Job:
     num_pending: int
     num_logit_rows: int = 1
     last_step: int = 0
+    kv_len: int = 0
     steps: int = 0
     rows_seen: int = 0
 
