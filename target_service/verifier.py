@@ -93,9 +93,12 @@ class Verifier(ReplicaEngine):
         return verification
 
     async def warm_up(self) -> None:
-        """Verifies in a session that is then forgotten, so that the first real call meets warm code."""
+        """Verifies in a session that is then forgotten, so that the first real call meets warm code.
+
+        The last round tells the scheduler what a step takes that nothing was cold in.
+        """
         draft = np.zeros(1, dtype=np.uint32)
-        for round_id, temperature in enumerate((0.0, 1.0)):
+        for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
             warm_up_round = self._warm_up_round(round_id, LawParams(temperature=temperature))
             await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
         await self._release_warm_up()
