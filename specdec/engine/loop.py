@@ -360,6 +360,10 @@ class EngineLoop:
             for job, chunk in zip(jobs, chunks, strict=True)
         )
         logits = self._worker.execute(StepPlan(slices))
+        if logits.is_cuda and not len(logits):
+            # Nothing of the step will be read back: unless waited for, it would be timed, and delay calls, with the
+            # next one.
+            torch.cuda.synchronize(logits.device)
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
         ready, lawless, logits = split_lawless([job for job in jobs if not job.num_pending], logits)
