@@ -1,9 +1,10 @@
 """Suite `orchestration`: the real processes around simulated engines against the ideal of the dialled numbers.
 
-Rows 7 to 10 and 12. A redis-server holds the sessions. Every figure is simulated: forward passes are waits of a stated
-length, acceptance is dialled, and delay is added at the engines' ends of both links (a quarter of the stated round-trip
-on each of a round's four ways). Efficiency is docs/protocol.md section 6's time per round over the measured one, at the
-client, prefill and the rounds cut short by the token limit left out. Not here: any model.
+Rows 7 to 10 and 12, and what a long prompt does to running streams (`long_prompt`). A redis-server holds the sessions.
+Every figure is simulated: forward passes are waits of a stated length, acceptance is dialled, and delay is added at the
+engines' ends of both links (a quarter of the stated round-trip on each of a round's four ways). Efficiency is
+docs/protocol.md section 6's time per round over the measured one, at the client, prefill and the rounds cut short by
+the token limit left out. Not here: any model.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.long_prompt import measure_long_prompt
 from bench.pairs import interleave, median_ratio
 from bench.report import progress
 from bench.rows import Origin, Row
@@ -40,22 +42,24 @@ NUM_CLIENTS = 64
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 NUM_TOKENS, NUM_QUICK_TOKENS = 384, 96
 PROMPT_TOKENS = 32
+#: The agreed rows by their numbers, and what only informs.
+FIGURES = ["7", "8", "9", "10", "12", "long_prompt"]
 
 Measure = Callable[[int], StreamRun]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the choice of rows."""
-    parser.add_argument("--rows", type=int, nargs="+", default=[7, 8, 9, 10, 12], help="only these rows")
+    parser.add_argument("--rows", nargs="+", choices=FIGURES, default=FIGURES, help="only these rows")
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         suite = _Suite(write_tokenizer(Path(folder)), arguments.quick)
-        measures = {7: suite.sync, 8: suite.predrafted, 9: suite.predrafted_against_sync, 10: suite.many_clients}
-        measures[12] = suite.drifting
-        return [row for number in arguments.rows for row in measures[number]()]
+        measures = [suite.sync, suite.predrafted, suite.predrafted_against_sync, suite.many_clients, suite.drifting]
+        measure_of = dict(zip(FIGURES, [*measures, suite.long_prompt], strict=True))
+        return [row for name in arguments.rows for row in measure_of[name]()]
 
 
 def stream_request(index: int, num_tokens: int, **options: object) -> StreamRequest:
@@ -152,6 +156,11 @@ class _Suite:
                 value = float(np.median(measured))
                 rows.append(row(row=None, system=label, metric="tokens_per_s", value=value, unit="tokens/s"))
         return rows
+
+    def long_prompt(self) -> list[Row]:
+        """Inter-token latency while a long prompt is read."""
+        model = f"{PAIR},predraft=off"
+        return measure_long_prompt(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
 
     def _efficiency(self, number: int, model: str, delay_ms: int, required: float) -> list[Row]:
         pair = simulated_pair(model)

@@ -109,10 +109,10 @@ class ReplicaCommand:
     arguments: tuple[str, ...]
 
 
-def simulated_replicas(model: str, num_drafts: int = 1) -> list[ReplicaCommand]:
-    """One target and some drafts of `simulated:...`."""
+def simulated_replicas(model: str, num_drafts: int = 1, arguments: tuple[str, ...] = ()) -> list[ReplicaCommand]:
+    """One target and some drafts of `simulated:...`, with further `arguments`."""
     return [
-        ReplicaCommand(role, f"{role}_service", ("--model", model, "--redis-url", "memory://"))
+        ReplicaCommand(role, f"{role}_service", ("--model", model, "--redis-url", "memory://", *arguments))
         for role in ["target", *["draft"] * num_drafts]
     ]
 

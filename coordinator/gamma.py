@@ -4,14 +4,14 @@ A round's own rate is its expected tokens over its predicted time. The rows it a
 whoever shares that batch, so they are charged at what the others lose: with nobody there they cost their own time only,
 on a full target no draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same
 observations give the same choice. docs/protocol.md section 7. Not here: the clock and the counting of others (`round`),
-how times are fitted (`forward_time`). Called by `round`.
+how times are fitted (`specdec.core.forward_time`). Called by `round`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from coordinator.forward_time import ForwardTime, RunningMean, keep_after
+from specdec.core.forward_time import ForwardTime, RunningMean, keep_after
 
 #: Asked for until both links have been measured.
 FIRST_GAMMA = 4

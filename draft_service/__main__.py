@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from draft_service.config import DraftSettings
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import cache_directory, parse_settings
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.simulated import SimulatedDraft
 from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
-from specdec.observability.metrics import EngineMetrics, MeteredWorker
+from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry
@@ -81,6 +82,8 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
             model=settings.model,
             pool=settings.pool,
             max_gamma=settings.max_gamma,
+            scheduler=Scheduler(settings.max_step_tokens, settings.prefill_budget_ms / 1e3),
+            observer=metrics,
         )
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
@@ -103,12 +106,13 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
         ),
     )
     return Proposer(
-        MeteredWorker(worker, metrics),
+        worker,
         replica_id=replica_id,
         model=settings.model,
         pool=settings.pool,
         max_gamma=settings.max_gamma,
         max_step_tokens=settings.max_step_tokens,
+        prefill_budget_s=settings.prefill_budget_ms / 1e3,
         max_support=settings.max_support,
         support_coverage=settings.support_coverage,
         predraft=Predraft(settings.predraft),

@@ -22,6 +22,10 @@ class DraftSettings(ReplicaSettings):
     max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
     """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
 
+    prefill_budget_ms: float = Field(default=10.0, gt=0.0)
+    """By how much prompts may lengthen a forward pass that other sessions are in or may have to wait for, as predicted
+    from measured times; a block of 16 tokens always runs. A draft takes several passes, each that much longer."""
+
     predraft: Literal["on", "off", "auto"] = "off"
     """Drafting the next round, for its likeliest outcomes, before it is asked for. New, so off unless switched
     on. on: whenever no call is waiting; auto: as long as that makes rounds shorter."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -18,14 +19,18 @@ from draft_service.pace import Predraft
 from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.admission import check_round, digest_of
-from specdec.engine.base import Worker
+from specdec.engine.base import StepObserver, Worker
 from specdec.engine.job import Call
 from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
-from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS
+from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.errors import InvalidRequest
 from specdec.types import LawParams, Proposal, ProposeRequest
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
+
+
+class ProposerObserver(StepObserver, PredraftObserver, Protocol):
+    """Everything there is to be told of."""
 
 
 class Proposer(ReplicaEngine):
@@ -42,29 +47,31 @@ class Proposer(ReplicaEngine):
         pool: str = "default",
         max_gamma: int = DEFAULT_MAX_GAMMA,
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
+        prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
         max_support: int | None = None,
         support_coverage: float = DEFAULT_COVERAGE,
         predraft: Predraft = Predraft.OFF,
-        observer: PredraftObserver | None = None,
+        observer: ProposerObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts the device thread, which alone uses `worker` from now on.
 
         Args:
             worker: the draft model.
-            replica_id: see `ReplicaOptions`, as the four after it.
+            replica_id: see `ReplicaOptions`, as the five after it.
             model: path or hub id.
             pool: name of the replica pool.
             max_gamma: most draft tokens a round.
             max_step_tokens: token budget of one step.
+            prefill_budget_s: by how much prefill may lengthen a step.
             max_support: most entries of a support, 1..MAX_SUPPORT; None for `default_s_max` of the vocabulary.
             support_coverage: share of the law a support covers unless `max_support` stops it, (0, 1].
             predraft: when the next round is drafted before it is asked for.
-            observer: told how that fares.
-            clock: what its pace is measured by, in seconds.
+            observer: told how that fares, and of every step.
+            clock: what steps and rounds are timed by, in seconds.
         """
         s_max = default_s_max(worker.shape.vocabulary_size) if max_support is None else max_support
-        options = ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens)
+        options = ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens, prefill_budget_s)
         is_ahead = predraft is not Predraft.OFF
         program = DraftProgram(
             s_max=s_max,
@@ -79,7 +86,7 @@ class Proposer(ReplicaEngine):
             observer=observer,
             clock=clock,
         )
-        super().__init__(worker, program, options, ahead if is_ahead else None)
+        super().__init__(worker, program, options, ahead if is_ahead else None, observer, clock)
 
     async def propose(self, request: ProposeRequest) -> Proposal:
         """Drafts up to gamma tokens; see `DraftEngine.propose`.

@@ -201,6 +201,11 @@ class ReplicaSettings(ServiceSettings):
     max_step_tokens: int = Field(default=2048, ge=1)
     """Most tokens that one forward pass runs, all sessions together."""
 
+    prefill_budget_ms: float = Field(default=50.0, gt=0.0)
+    """By how much prompts may lengthen a forward pass that other sessions are in or may have to wait for, as predicted
+    from measured times; a block of 16 tokens always runs. Less keeps running streams even, more shortens the time to
+    the first token."""
+
     registry_ttl_s: float = Field(default=10.0, gt=0.0)
     """How long the replica registry remembers this process after its last heartbeat; it beats three times as often."""
 

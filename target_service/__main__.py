@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import cache_directory, parse_settings
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.simulated import SimulatedTarget
 from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
-from specdec.observability.metrics import EngineMetrics, MeteredWorker
+from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.state.redis_store import open_registry
@@ -81,6 +82,8 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
             model=settings.model,
             pool=settings.pool,
             max_gamma=settings.max_gamma,
+            scheduler=Scheduler(settings.max_step_tokens, settings.prefill_budget_ms / 1e3),
+            observer=metrics,
         )
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
@@ -101,12 +104,14 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
         ),
     )
     return Verifier(
-        MeteredWorker(worker, metrics),
+        worker,
         replica_id=replica_id,
         model=settings.model,
         pool=settings.pool,
         max_gamma=settings.max_gamma,
         max_step_tokens=settings.max_step_tokens,
+        prefill_budget_s=settings.prefill_budget_ms / 1e3,
+        observer=metrics,
     )
 
 

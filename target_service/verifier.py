@@ -9,7 +9,8 @@ the target service's servicer and by tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,11 +21,11 @@ from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.engine import sampling
 from specdec.engine.admission import check_round, digest_of
-from specdec.engine.base import Worker
+from specdec.engine.base import StepObserver, Worker
 from specdec.engine.job import Call, Job, RowKind, row_kind
 from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sampling import LawContext
-from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS
+from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.errors import InvalidRequest
 from specdec.types import (
     LawParams,
@@ -53,18 +54,25 @@ class Verifier(ReplicaEngine):
         pool: str = "default",
         max_gamma: int = DEFAULT_MAX_GAMMA,
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
+        prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
+        observer: StepObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts the device thread, which alone uses `worker` from now on.
 
         Args:
             worker: the target model.
-            replica_id: see `ReplicaOptions`, as the four after it.
+            replica_id: see `ReplicaOptions`, as the five after it.
             model: path or hub id.
             pool: name of the replica pool.
             max_gamma: most draft tokens a round.
             max_step_tokens: token budget of one step.
+            prefill_budget_s: by how much prefill may lengthen a step.
+            observer: told of every step.
+            clock: what steps are timed by, in seconds.
         """
-        super().__init__(worker, _TargetProgram(), ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens))
+        options = ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens, prefill_budget_s)
+        super().__init__(worker, _TargetProgram(), options, observer=observer, clock=clock)
 
     async def verify(self, request: VerifyRequest) -> Verification:
         """Answers p at every draft position and one beyond; see `TargetEngine.verify`.
@@ -85,9 +93,12 @@ class Verifier(ReplicaEngine):
         return verification
 
     async def warm_up(self) -> None:
-        """Verifies in a session that is then forgotten, so that the first real call meets warm code."""
+        """Verifies in a session that is then forgotten, so that the first real call meets warm code.
+
+        The last round tells the scheduler what a step takes that nothing was cold in.
+        """
         draft = np.zeros(1, dtype=np.uint32)
-        for round_id, temperature in enumerate((0.0, 1.0)):
+        for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
             warm_up_round = self._warm_up_round(round_id, LawParams(temperature=temperature))
             await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
         await self._release_warm_up()

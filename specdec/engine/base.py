@@ -68,6 +68,14 @@ class Worker(Protocol):
         ...
 
 
+class StepObserver(Protocol):
+    """Is told of every step. Called from the device's thread."""
+
+    def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        """A step was run; `seconds` from its plan to the end of what was made of its logits."""
+        ...
+
+
 class DraftEngine(Protocol):
     """What the draft service serves. Safe to call from one asyncio loop, any number of calls at once."""
 

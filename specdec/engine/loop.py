@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 
+from specdec.engine.absences import Absences
 from specdec.engine.ahead import Ahead, Branch
-from specdec.engine.base import StepPlan, Worker
+from specdec.engine.base import StepObserver, StepPlan, Worker
 from specdec.engine.block_manager import BlockManager
 from specdec.engine.delivery import Outbox, Waiter
 from specdec.engine.job import Call, Job, Program, slice_of, split_lawless
-from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, Chunk, Scheduler
+from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Chunk, Scheduler
 from specdec.engine.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions import DEFAULT_PIN_TTL_S, SessionTable
 from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
@@ -62,18 +63,25 @@ class EngineLoop:
         program: Program,
         *,
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
+        prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
         pin_ttl_s: float = DEFAULT_PIN_TTL_S,
         clock: Callable[[], float] = time.monotonic,
         ahead: Ahead | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
-        """Starts the thread. `ahead` is what the service does while no call runs; None: nothing."""
+        """Starts the thread. `ahead` is what the service does while no call runs; None: nothing.
+
+        `observer` is told of every step, branches' too; steps are timed by `clock`.
+        """
         self._worker = worker
         self._program = program
         self._ahead = ahead or Ahead()
         self._clock = clock
+        self._observer = observer
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
-        self._scheduler = Scheduler(max_step_tokens)
+        self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
+        self._absences = Absences()
         self._jobs: dict[str, Job] = {}  # by session id: running and waiting
         self._waiters: dict[Job, list[Waiter]] = {}
         self._running: list[Job] = []  # in order of arrival
@@ -263,6 +271,7 @@ class EngineLoop:
             self._sessions.adopt_fork(sequence, call.round, branch.job.sequence)
         job = Job(call, sequence, arrival_step=self._scheduler.num_steps, arrival_s=arrival_s, clock=self._clock)
         self._jobs[sequence.session_id] = job
+        self._absences.note_back(sequence.session_id)
         self._waiters[job] = [waiter]
         self._waiting.append(job)
         if branch is not None:
@@ -304,7 +313,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Runs one step; if it crashes, its jobs fail and whatever KV they had is not trusted any more."""
-        chunks = self._scheduler.plan_chunks(self._running)
+        began_s = self._clock()
+        chunks = self._scheduler.plan_chunks(self._running, num_absent=self._absences.count(began_s))
         jobs = [self._running[chunk.job_index] for chunk in chunks]
         try:
             self._run_chunks(jobs, chunks)
@@ -314,13 +324,21 @@ class EngineLoop:
                 if job in self._running:
                     self._fail(job, "the forward pass failed; the session's KV was dropped")
             return
+        step_s = self._clock() - began_s
+        self._scheduler.observe_step(step_s)
+        self._report(len(chunks), sum(chunk.num_tokens for chunk in chunks), step_s)
         for job in jobs:
             if job.answer is not None:
                 self._finish(job)
 
+    def _report(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer.observe_step(num_sequences=num_sequences, num_tokens=num_tokens, seconds=seconds)
+
     def _step_ahead(self) -> None:
         """Runs one step of branches. If it crashes they all end: they wrote to no block that a session owns."""
         try:
+            began_s = self._clock()
             branches = self._ahead.next_step(self._sessions)
             if not branches:
                 return
@@ -330,6 +348,8 @@ class EngineLoop:
             for branch in branches:
                 branch.note_run()
             self._ahead.advance(branches, logits, self._sessions)
+            num_tokens = sum(len(part.token_ids) for part in slices)
+            self._report(len(slices), num_tokens, self._clock() - began_s)
         except Exception:
             _log.exception("a step of branches failed")
             self._sessions.end_forks()
@@ -340,6 +360,10 @@ class EngineLoop:
             for job, chunk in zip(jobs, chunks, strict=True)
         )
         logits = self._worker.execute(StepPlan(slices))
+        if logits.is_cuda and not len(logits):
+            # Nothing of the step will be read back: unless waited for, it would be timed, and delay calls, with the
+            # next one.
+            torch.cuda.synchronize(logits.device)
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
         ready, lawless, logits = split_lawless([job for job in jobs if not job.num_pending], logits)
@@ -358,6 +382,7 @@ class EngineLoop:
         """Stores a job's answer and sends it."""
         self._sessions.store_answer(job.sequence, StoredAnswer(job.call.digest, job.answer))
         self._remove(job, job.answer)
+        self._absences.note_answered(job.sequence.session_id, self._clock())
         self._ahead.note_answered(job)
 
     def _fail(self, job: Job, reason: str) -> None:
@@ -389,4 +414,5 @@ class EngineLoop:
                 # Not stale: the session may have been made anew while the release was under way.
                 self._remove(job, KvMiss(f"session {session_id} was released; send from 0 on", have=0))
             self._sessions.release(session_id)
+            self._absences.note_back(session_id)
         self._outbox.put(waiter, None)

@@ -5,6 +5,8 @@ Not here: drafting and verifying (`draft_service.proposer`, `target_service.veri
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,10 +14,10 @@ import numpy as np
 
 import specdec
 from specdec.engine.ahead import Ahead
-from specdec.engine.base import Worker
+from specdec.engine.base import StepObserver, Worker
 from specdec.engine.job import Program
 from specdec.engine.loop import EngineLoop
-from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS
+from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, LawParams, Round
 
 DEFAULT_MAX_GAMMA = 16
@@ -38,6 +40,8 @@ class ReplicaOptions:
     """Most draft tokens a round."""
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     """Token budget of one step."""
+    prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S
+    """By how much prefill may lengthen a step that calls are in or may have to wait for."""
 
 
 class ReplicaEngine:
@@ -46,11 +50,27 @@ class ReplicaEngine:
     role: ClassVar[str]
     """draft | target."""
 
-    def __init__(self, worker: Worker, program: Program, options: ReplicaOptions, ahead: Ahead | None = None) -> None:
-        """Starts the device thread, which alone uses `worker` from now on; `ahead` as in `EngineLoop`."""
+    def __init__(
+        self,
+        worker: Worker,
+        program: Program,
+        options: ReplicaOptions,
+        ahead: Ahead | None = None,
+        observer: StepObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts the device thread, which alone uses `worker` from now on; the last three as in `EngineLoop`."""
         self._shape = worker.shape
         self._options = options
-        self._engine_loop = EngineLoop(worker, program, max_step_tokens=options.max_step_tokens, ahead=ahead)
+        self._engine_loop = EngineLoop(
+            worker,
+            program,
+            max_step_tokens=options.max_step_tokens,
+            prefill_budget_s=options.prefill_budget_s,
+            clock=clock,
+            ahead=ahead,
+            observer=observer,
+        )
 
     async def release(self, session_ids: list[str]) -> None:
         """Frees sessions' KV. Idempotent; unknown ids are fine."""

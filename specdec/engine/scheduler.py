@@ -1,21 +1,30 @@
 """Which tokens of which sessions run in the next step.
 
 Every step is one ragged batch. Sequences that are nearly done (draft steps, verification rows, a short delta) go
-first, whole, least recently served first; long ones (prefill) then share what is left of the token budget in order of
-arrival, and a fixed share is theirs even when the others could fill the step.
+first, whole, least recently served first. Long ones (prefill) get what is left of the token budget, of which a fixed
+share is theirs even when the others could fill the step, and within it no more than the prefill budget: the time by
+which prefill may lengthen a step that others are in, or that others may have to wait for. Of that, one half goes to
+the prompt that came first, so that none starves, and the other to the one with the least left, so that a short prompt
+does not wait for all of a long one.
 
-Not here: tensors, KV blocks (reserved before a job gets here), waiting for blocks. Called by `loop`.
+Not here: tensors, KV blocks (reserved before a job gets here), waiting for blocks, a clock. Called by `loop` and by the
+simulated device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specdec.engine.step_times import StepLoad, StepTimes
 from specdec.types import BLOCK_TOKENS
 
 DEFAULT_MAX_STEP_TOKENS = 512
+
+#: A verification then takes at most this much longer beside a prompt: a stream of four tokens a round stays below
+#: 20 ms a token with a 70B target, whose chunks of this length still run at two thirds of full speed.
+DEFAULT_PREFILL_BUDGET_S = 0.05
 
 #: One part in this many of a step's budget is for prefill chunks whenever there are any.
 _PREFILL_SHARE = 4
@@ -34,6 +43,11 @@ class Schedulable(Protocol):
         """Tokens to run; at least `num_logit_rows`."""
         ...
 
+    @property
+    def kv_len(self) -> int:
+        """Tokens that have run."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -45,17 +59,32 @@ class Chunk:
 
 
 class Scheduler:
-    """Plans step after step; remembers only how many steps there were."""
+    """Plans step after step; remembers how many there were and what they took."""
 
-    def __init__(self, max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS) -> None:
+    def __init__(
+        self,
+        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
+        prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
+    ) -> None:
         self._max_step_tokens = max_step_tokens
+        self._prefill_budget_s = prefill_budget_s
         self._prefill_share = max(1, max_step_tokens // _PREFILL_SHARE)
+        self._times = StepTimes()
+        self._planned = StepLoad()
+        self._is_oldest_first = False
         self.num_steps = 0
 
-    def plan_chunks(self, jobs: Iterable[Schedulable]) -> list[Chunk]:
+    def plan_chunks(self, jobs: Iterable[Schedulable], *, num_absent: int = 0) -> list[Chunk]:
         """Chooses the chunks of the next step; empty only when there is no job.
 
-        A step exceeds the token budget only when one job's logit-bearing tail alone does.
+        A step exceeds the token budget only when one job's logit-bearing tail alone does. Prefill lengthens it by no
+        more than the prefill budget, as predicted from the steps observed, or is one block of tokens, the least there
+        is; but while prompts are all there is and `num_absent` is 0, nobody can be delayed and only the token budget
+        counts.
+
+        Args:
+            jobs: those that can run, in order of arrival.
+            num_absent: sessions that may call while the step runs.
         """
         indexed = list(enumerate(jobs))
         short = [(index, job) for index, job in indexed if is_short(job)]
@@ -63,22 +92,48 @@ class Scheduler:
         prefill_share = min(self._prefill_share, sum(job.num_pending for _, job in long))
         chunks: list[Chunk] = []
         budget = self._max_step_tokens - prefill_share
+        num_context_tokens = 0
         for index, job in sorted(short, key=lambda entry: entry[1].last_step):
             if job.num_pending > budget and chunks:
                 break  # and not a smaller one behind it, which would let it wait for ever
             chunks.append(Chunk(index, job.num_pending, job.num_logit_rows))
             budget -= job.num_pending
-        budget += prefill_share
-        for index, job in long:
-            num_tokens = _prefill_tokens(job, budget)
-            if num_tokens <= 0:
-                break
-            chunks.append(Chunk(index, num_tokens, job.num_logit_rows if num_tokens == job.num_pending else 0))
-            budget -= num_tokens
+            num_context_tokens += job.kv_len
+        self._planned = StepLoad(sum(chunk.num_tokens for chunk in chunks), num_context_tokens)
+        if long:
+            budget_s = self._prefill_budget_s if chunks or num_absent else float("inf")
+            shares = self._share_prefill([job for _, job in long], budget + prefill_share, budget_s)
+            chunks += [_prefill_chunk(*entry, share) for entry, share in zip(long, shares, strict=True) if share]
         self.num_steps += 1
         for chunk in chunks:
             indexed[chunk.job_index][1].last_step = self.num_steps
         return chunks
+
+    def observe_step(self, seconds: float) -> None:
+        """The step planned last took this long."""
+        self._times.observe(self._planned, seconds)
+
+    def _share_prefill(self, jobs: Sequence[Schedulable], max_tokens: int, budget_s: float) -> list[int]:
+        """Tokens for each prompt, 0 or more: block by block, in turns of the oldest and the shortest one left."""
+        shares = [0] * len(jobs)
+        queues = list(range(len(jobs))), sorted(range(len(jobs)), key=lambda index: jobs[index].num_pending)
+        # The side that begins has the larger half, and all of a step that takes one block only.
+        self._is_oldest_first = not self._is_oldest_first
+        side = int(not self._is_oldest_first)
+        while max_tokens > 0:
+            index = next((index for index in queues[side] if shares[index] < jobs[index].num_pending), None)
+            if index is None:
+                break
+            job, side = jobs[index], 1 - side
+            num_tokens = min(BLOCK_TOKENS, job.num_pending - shares[index], max_tokens)
+            load = self._planned.with_prefill(num_tokens, job.kv_len + shares[index])
+            is_first = not self._planned.num_prefill_tokens
+            if not is_first and budget_s < float("inf") and self._times.prefill_s(load) > budget_s:
+                break
+            self._planned = load
+            shares[index] += num_tokens
+            max_tokens -= num_tokens
+        return shares
 
 
 def is_short(job: Schedulable) -> bool:
@@ -86,8 +141,8 @@ def is_short(job: Schedulable) -> bool:
     return job.num_pending <= BLOCK_TOKENS + job.num_logit_rows
 
 
-def _prefill_tokens(job: Schedulable, budget: int) -> int:
-    """Tokens of `job` to run within `budget`: all, or as many as leave the logit-bearing tail whole."""
-    if job.num_pending <= budget:
-        return job.num_pending
-    return min(budget, job.num_pending - job.num_logit_rows)
+def _prefill_chunk(job_index: int, job: Schedulable, share: int) -> Chunk:
+    """All of the job, or as much of its share as leaves the logit-bearing tail whole."""
+    if share == job.num_pending:
+        return Chunk(job_index, share, job.num_logit_rows)
+    return Chunk(job_index, min(share, job.num_pending - job.num_logit_rows), 0)

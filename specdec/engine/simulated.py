@@ -23,7 +23,9 @@ import numpy as np
 import specdec
 from specdec.core.random import DrawKey
 from specdec.engine.admission import check_round, check_token_ids, digest_of
+from specdec.engine.base import StepObserver
 from specdec.engine.block_manager import BlockManager
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions import SessionTable
 from specdec.engine.simulated_device import Branches, ForwardTime, SimulatedDevice, Timeline, Work
@@ -77,16 +79,24 @@ class _SimulatedEngine:
     role: ClassVar[str]
 
     def __init__(
-        self, pair: SimulatedPair, *, replica_id: str = "local", model: str = "", pool: str = "default", max_gamma: int
+        self,
+        pair: SimulatedPair,
+        *,
+        replica_id: str = "local",
+        model: str = "",
+        pool: str = "default",
+        max_gamma: int,
+        scheduler: Scheduler | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
-        """See `specdec.engine.replica.ReplicaOptions`."""
+        """See `specdec.engine.replica.ReplicaOptions`; `scheduler` plans the steps and `observer` is told of them."""
         self._pair = pair
         self._max_gamma = max_gamma
         self._blocks = BlockManager(_NUM_KV_BLOCKS)
         self._sessions = SessionTable(self._blocks)
         self._jobs: dict[str, _Job] = {}
         self._timeline = Timeline()
-        self._device = SimulatedDevice(self._forward, self._timeline)
+        self._device = SimulatedDevice(self._forward, self._timeline, scheduler or Scheduler(), observer)
         self._is_closing = False
         self._closed = asyncio.Event()
         self._info = EngineInfo(
@@ -192,7 +202,9 @@ class _SimulatedEngine:
                 self._timeline.at(now_s + self._pair.link_delay_s + _PAUSE_S, lambda _: after())
 
         asked = job.request.round
-        work = Work(asked.session_id, context_tokens=asked.committed_len, finish=finish, **of_work)
+        work = Work(
+            asked.session_id, context_tokens=asked.committed_len, finish=finish, kv_len=job.sequence.kv_len, **of_work
+        )
         self._device.submit(work, job.arrival_s + self._pair.link_delay_s)
 
     def _complete(self, job: _Job) -> None:
@@ -257,7 +269,7 @@ class SimulatedDraft(_SimulatedEngine):
         self._submit(
             job,
             after=foresee,
-            first_tokens=max(1, sequence.num_pending),
+            num_pending=max(1, sequence.num_pending),
             num_steps=gamma,
             is_hit=text.is_predicted(asked.committed_len - 1),
             branches=branches,
@@ -302,7 +314,9 @@ class SimulatedTarget(_SimulatedEngine):
         text = SimulatedText(self._pair.text, request.round)
         verification = _look(text, request, num_cached_tokens=min(sequence.kv_len, request.round.committed_len))
         job = _Job(sequence, request, digest_of(request), verification, _NO_TOKENS, arrival_s)
-        self._submit(job, first_tokens=max(1, sequence.num_pending), num_steps=1)
+        num_rows = len(request.draft_token_ids) + 1
+        num_tokens = max(num_rows, sequence.num_pending)
+        self._submit(job, num_pending=num_tokens, num_logit_rows=num_rows, num_steps=1)
         return job
 
 

@@ -18,6 +18,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from specdec.engine.absences import Absences
+from specdec.engine.base import StepObserver
+from specdec.engine.scheduler import Scheduler
+
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 #: Sessions whose branches are remembered; the oldest go first.
@@ -103,10 +107,13 @@ class Branches:
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """One call's steps: the first runs what has no KV yet, each later one a single token."""
+    """One call's steps: the first runs what has no KV yet, in chunks where it is long, each later one a single token.
+
+    Implements `specdec.engine.scheduler.Schedulable`.
+    """
 
     session_id: str
-    first_tokens: int
+    num_pending: int
     num_steps: int
     context_tokens: int
     """Committed tokens of the session."""
@@ -117,20 +124,26 @@ class Work:
     branches: Branches | None = None
     """What to begin, at low priority, once this is done."""
     num_done: int = 0
+    kv_len: int = 0
+    num_logit_rows: int = 1
+    last_step: int = 0
 
 
 @dataclass
 class SimulatedDevice:
-    """Runs work in steps: all calls waiting when a step begins join it (continuous batching).
+    """Runs work in steps that a real scheduler plans: calls that wait when a step begins may join it.
 
     Calls always go before branches, but a step that has begun ends: a cancelled branch costs at most one.
     """
 
     forward: ForwardTime
     timeline: Timeline
+    scheduler: Scheduler
+    observer: StepObserver | None = None
     _waiting: list[Work] = field(default_factory=list)
     _running: list[Work] = field(default_factory=list)
     _branches: dict[str, Branches] = field(default_factory=dict)
+    _absences: Absences = field(default_factory=Absences)
     _is_busy: bool = False
 
     def submit(self, work: Work, arrival_s: float) -> None:
@@ -138,18 +151,21 @@ class SimulatedDevice:
         self.timeline.at(arrival_s, lambda now_s: self._arrive(work, now_s))
 
     def forget(self, session_id: str) -> None:
-        """Drops a session's branches. From any thread."""
-        self.timeline.at(time.monotonic(), lambda _: self._drop_branches(session_id))
+        """Drops a session's branches, and expects it back no more. From any thread."""
+        self.timeline.at(time.monotonic(), lambda _: self._forget(session_id))
 
     # Everything below runs on the timeline's thread.
 
     def _arrive(self, work: Work, now_s: float) -> None:
+        work.last_step = self.scheduler.num_steps
+        self._absences.note_back(work.session_id)
         self._waiting.append(work)
         if not self._is_busy:
             self._begin_step(now_s)
 
-    def _drop_branches(self, session_id: str) -> None:
+    def _forget(self, session_id: str) -> None:
         self._branches.pop(session_id, None)
+        self._absences.note_back(session_id)
 
     def _begin_step(self, now_s: float) -> None:
         waiting, self._waiting = self._waiting, []
@@ -157,30 +173,67 @@ class SimulatedDevice:
             branches = self._branches.pop(work.session_id, None)
             if branches is not None and work.is_hit and work.context_tokens in branches.committed_lens:
                 work.num_done = min(max(0, branches.num_done - 1), work.num_steps)
-            self._keep_or_finish(work, now_s)
-        batch = list(self._running)
-        branches_of_step = [] if batch else self._next_branches()
-        self._is_busy = bool(batch or branches_of_step)
-        if not self._is_busy:
-            return
-        num_tokens = sum(work.first_tokens if work.num_done == 0 else 1 for work in batch)
-        num_tokens += sum(branches.num_branches for branches in branches_of_step)
-        step_s = self.forward.step_s(num_tokens, sum(work.context_tokens for work in batch))
-        self.timeline.at(now_s + step_s, lambda end_s: self._end_step(batch, branches_of_step, end_s))
-
-    def _end_step(self, batch: list[Work], branches_of_step: list[Branches], now_s: float) -> None:
-        self._running = []
-        for work in batch:
-            work.num_done += 1
-            self._keep_or_finish(work, now_s)
-        for branches in branches_of_step:
-            branches.num_done += 1
-        self._begin_step(now_s)
-
-    def _keep_or_finish(self, work: Work, now_s: float) -> None:
-        if work.num_done < work.num_steps:
+                if work.num_done:
+                    work.num_pending = 1
             self._running.append(work)
+            self._finish_if_done(work, now_s)
+        if self._running:
+            self._begin_call_step(now_s)
+        else:
+            self._begin_branch_step(now_s)
+
+    def _begin_call_step(self, now_s: float) -> None:
+        num_absent = self._absences.count(now_s)
+        plan = [
+            (self._running[chunk.job_index], chunk.num_tokens)
+            for chunk in self.scheduler.plan_chunks(self._running, num_absent=num_absent)
+        ]
+        num_tokens = sum(num_tokens for _, num_tokens in plan)
+        step_s = self.forward.step_s(num_tokens, sum(work.context_tokens for work, _ in plan))
+        self._occupy(now_s, step_s, len(plan), num_tokens, lambda end_s: self._end_call_step(plan, step_s, end_s))
+
+    def _end_call_step(self, plan: list[tuple[Work, int]], step_s: float, now_s: float) -> None:
+        self.scheduler.observe_step(step_s)
+        for work, num_tokens in plan:
+            work.kv_len += num_tokens
+            work.num_pending -= num_tokens
+            if not work.num_pending:
+                work.num_done += 1
+                work.num_pending = work.num_logit_rows = 1
+                self._finish_if_done(work, now_s)
+
+    def _begin_branch_step(self, now_s: float) -> None:
+        all_branches = self._next_branches()
+        if not all_branches:
             return
+        num_tokens = sum(branches.num_branches for branches in all_branches)
+
+        def end(_: float) -> None:
+            for branches in all_branches:
+                branches.num_done += 1
+
+        self._occupy(now_s, self.forward.step_s(num_tokens), len(all_branches), num_tokens, end)
+
+    def _occupy(
+        self, now_s: float, step_s: float, num_sequences: int, num_tokens: int, end: Callable[[float], None]
+    ) -> None:
+        """A step of `step_s` begins; `end` is called with its end, and the next one follows."""
+        self._is_busy = True
+        if self.observer is not None:
+            self.observer.observe_step(num_sequences=num_sequences, num_tokens=num_tokens, seconds=step_s)
+
+        def finish(end_s: float) -> None:
+            end(end_s)
+            self._is_busy = False
+            self._begin_step(end_s)
+
+        self.timeline.at(now_s + step_s, finish)
+
+    def _finish_if_done(self, work: Work, now_s: float) -> None:
+        if work.num_done < work.num_steps:
+            return
+        self._running.remove(work)
+        self._absences.note_answered(work.session_id, now_s)
         if work.branches is not None:
             self._branches[work.session_id] = work.branches
             if len(self._branches) > MAX_BRANCHED_SESSIONS:

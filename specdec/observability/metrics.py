@@ -207,6 +207,7 @@ class EngineMetrics:
         self._draft_tokens = self._bound(Counter, "draft_tokens", "Draft tokens made (draft) or verified (target).")
         self._step_sequences = self._bound(Histogram, "step_num_sequences", "Sequences in a forward pass.", _BATCH)
         self._step_tokens = self._bound(Histogram, "iteration_tokens_total", "Tokens in a forward pass.", _BATCH)
+        self._busy_s = self._bound(Counter, "busy_seconds", "Time in steps; the rest of the time the device was idle.")
         self._failures = Counter(
             "specdec:call_failures", "Calls that failed, by reason.", (*self._labels, "reason"), registry=self.registry
         )
@@ -246,10 +247,11 @@ class EngineMetrics:
         self._cached_tokens.inc(num_cached_tokens)
         self._draft_tokens.inc(num_draft_tokens)
 
-    def observe_step(self, *, num_sequences: int, num_tokens: int) -> None:
-        """A forward pass was run. Callable from any thread."""
+    def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        """A step was run, in `seconds`. Callable from any thread."""
         self._step_sequences.observe(num_sequences)
         self._step_tokens.observe(num_tokens)
+        self._busy_s.inc(seconds)
 
     def observe_predraft(self, *, outcome: str, num_branches: int, num_wasted: int, num_tokens: int) -> None:
         """The branches of an answered round ended. Callable from any thread.
@@ -269,21 +271,6 @@ class EngineMetrics:
         options = {} if buckets is None else {"buckets": buckets}
         metric = kind(f"specdec:{name}", text, tuple(self._labels), registry=self.registry, **options)
         return metric.labels(**self._labels)
-
-
-class MeteredWorker:
-    """A worker (`specdec.engine.base.Worker`) whose steps are counted."""
-
-    def __init__(self, worker: Any, metrics: EngineMetrics) -> None:
-        self._worker = worker
-        self._metrics = metrics
-        self.shape = worker.shape
-
-    def execute(self, plan: Any) -> Any:
-        """Counts the step, then runs it."""
-        num_tokens = sum(len(piece.token_ids) for piece in plan.slices)
-        self._metrics.observe_step(num_sequences=len(plan.slices), num_tokens=num_tokens)
-        return self._worker.execute(plan)
 
 
 class _LoadCollector(Collector):

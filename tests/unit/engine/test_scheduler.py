@@ -15,6 +15,7 @@ class _Job:
     num_pending: int
     num_logit_rows: int = 1
     last_step: int = 0
+    kv_len: int = 0
     steps: int = 0
     rows_seen: int = 0
 
@@ -78,13 +79,13 @@ def test_draft_steps_of_all_sessions_run_together():
 
 def test_short_jobs_go_before_prefill_chunks():
     prefill, verification = _Job(100), _Job(5, num_logit_rows=5)
-    served = _run(Scheduler(32), [prefill, verification])
+    served = _run(Scheduler(32, prefill_budget_s=float("inf")), [prefill, verification])
     assert served == [verification, prefill]
     assert prefill.num_pending == 100 - (32 - 5)
 
 
 def test_prefill_keeps_its_share_under_a_flood_of_verifications():
-    scheduler = Scheduler(64)
+    scheduler = Scheduler(64, prefill_budget_s=1e-9)
     prefill = _Job(160)
     while prefill.num_pending:
         left = prefill.num_pending
@@ -116,6 +117,29 @@ def test_a_tail_longer_than_the_budget_runs_alone_and_whole():
     while job.num_pending:
         _run(scheduler, [job])
     assert job.rows_seen == 12
+
+
+def test_prompts_alone_fill_the_step_as_long_as_nobody_may_call():
+    for num_absent, num_tokens in ((0, 64), (1, 16)):
+        job = _Job(1000)
+        Scheduler(64).plan_chunks([job], num_absent=num_absent)
+        (chunk,) = Scheduler(64).plan_chunks([job], num_absent=num_absent)
+        assert chunk.num_tokens == num_tokens
+
+
+def test_a_prompt_that_came_first_and_the_shortest_share_a_step():
+    first, second, shortest = _Job(1000), _Job(900), _Job(100)
+    served = _run(Scheduler(64), [first, second, shortest])
+    assert served == [first, shortest]
+    assert (first.num_pending, shortest.num_pending) == (1000 - 32, 100 - 32)
+
+
+def test_prompts_of_one_length_are_done_one_after_the_other():
+    jobs = [_Job(640) for _ in range(3)]
+    scheduler = Scheduler(64)
+    for _ in range(9):
+        _run(scheduler, [job for job in jobs if job.num_pending])
+    assert [job.num_pending for job in jobs] == [64, 640, 640]
 
 
 def test_a_short_job_is_one_block_at_most_before_its_rows():

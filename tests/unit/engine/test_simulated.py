@@ -11,6 +11,7 @@ import pytest
 
 from specdec.core.random import DrawKey
 from specdec.core.rejection import acceptance_bound, verify_rejection
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.simulated import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated_device import Branches, ForwardTime, SimulatedDevice, Work
 from specdec.engine.simulated_pair import PRESETS, SimulatedPair, simulated_pair
@@ -44,7 +45,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.timeline = VirtualTimeline()
-        self.device = SimulatedDevice(ForwardTime(STEP_S, 0.0), self.timeline)
+        self.device = SimulatedDevice(ForwardTime(STEP_S, 0.0), self.timeline, Scheduler())
         self.ended: dict[str, float] = {}
 
     def call(self, name: str, at: float, num_steps: int, session_id: str = "", **kwargs: object) -> None:

@@ -74,6 +74,15 @@ def test_load_is_read_when_scraped() -> None:
     assert metrics.registry.get_sample_value("specdec:num_sessions", labels) == 3
 
 
+def test_time_in_steps_adds_up() -> None:
+    metrics = EngineMetrics("m", role="target")
+    for seconds in (0.25, 0.5):
+        metrics.observe_step(num_sequences=2, num_tokens=9, seconds=seconds)
+    labels = {**MODEL, "role": "target"}
+    assert metrics.registry.get_sample_value("specdec:busy_seconds_total", labels) == 0.75
+    assert metrics.registry.get_sample_value("specdec:iteration_tokens_total_sum", labels) == 18
+
+
 def test_a_failed_call_is_counted_by_reason_and_no_longer_running() -> None:
     metrics = EngineMetrics("m", role="target")
     with pytest.raises(KvMiss), metrics.call():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.forward_time import ForwardTime, RunningMean
+from specdec.core.forward_time import ForwardTime, RunningMean
 
 
 def test_fixed_per_token_and_per_context_costs_are_recovered() -> None:

@@ -1,0 +1,84 @@
+"""What the prefill in a step costs, learned from the steps that were run.
+
+Three records, each of one kind of step, so that hours without a prompt do not make any of them forget: steps without
+prefill; how much longer a step took for the prefill beside its other tokens; whole steps of nothing but prefill.
+Arithmetic on what it is told, no clock: the same steps give the same predictions. Not here: how a line is fitted
+(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specdec.core.forward_time import ForwardTime
+
+#: A prediction reaches this many times as far as the most prefill tokens that a step was measured with.
+MAX_GROWTH = 2
+
+
+class StepLoad(NamedTuple):
+    """What a step runs, as far as its time depends on it."""
+
+    num_tokens: int = 0
+    """Of draft steps, verifications and short deltas."""
+    num_context_tokens: int = 0
+    """That their sequences hold already."""
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: float = 0.0
+    """Prefill tokens times the tokens that each of them attends to."""
+
+    def with_prefill(self, num_tokens: int, kv_len: int) -> StepLoad:
+        """The same with the next `num_tokens` tokens of a prompt whose first `kv_len` have run."""
+        return self._replace(
+            num_prefill_tokens=self.num_prefill_tokens + num_tokens,
+            num_prefill_pairs=self.num_prefill_pairs + num_tokens * (kv_len + 0.5 * num_tokens),
+        )
+
+
+class _Record:
+    """A fit without its first observation: whatever is cold is paid for in that one."""
+
+    def __init__(self, *, is_fixed: bool) -> None:
+        self.time = ForwardTime(is_fixed=is_fixed)
+        self._is_cold = True
+
+    def observe(self, tokens: float, context: float, seconds: float) -> bool:
+        """Whether it counted."""
+        if self._is_cold:
+            self._is_cold = False
+            return False
+        self.time.observe(tokens, context, seconds)
+        return True
+
+
+class StepTimes:
+    """Predicts by how much prefill lengthens a step."""
+
+    def __init__(self) -> None:
+        self._without = _Record(is_fixed=True)
+        # As long as all chunks had one size, all of their time counts as per token: too much rather than too little.
+        self._beside = _Record(is_fixed=False)
+        self._alone = _Record(is_fixed=False)
+        self._most_prefill_tokens = 0
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step took this long."""
+        if not load.num_prefill_tokens:
+            self._without.observe(load.num_tokens, load.num_context_tokens, seconds)
+            return
+        record, longer_s = self._alone, seconds
+        if load.num_tokens:
+            record = self._beside
+            longer_s = max(0.0, seconds - self._without.time.predict(load.num_tokens, load.num_context_tokens))
+        if record.observe(load.num_prefill_tokens, load.num_prefill_pairs, longer_s):
+            self._most_prefill_tokens = max(self._most_prefill_tokens, load.num_prefill_tokens)
+
+    def prefill_s(self, load: StepLoad) -> float:
+        """Seconds by which the prefill of `load` lengthens the step; all of the step where there is nothing else.
+
+        Infinite for more than can be told from what was measured.
+        """
+        time = (self._beside if load.num_tokens else self._alone).time
+        if not time.is_measured or load.num_prefill_tokens > MAX_GROWTH * self._most_prefill_tokens:
+            return float("inf")
+        return time.predict(load.num_prefill_tokens, load.num_prefill_pairs)
