@@ -1,7 +1,7 @@
 """What a target computes alone: the oracle of everything the running services emit.
 
-In float32 that is Hugging Face's own model. A target whose weights or arithmetic are rounded has another law, and is its
-own oracle: the engine's worker, fed whole sequences, without services, drafts or company. Called by end-to-end tests.
+In float32 that is Hugging Face's own model. A target whose weights or arithmetic are rounded has another law, and is
+its own oracle: the engine's worker, without services, drafts or company. Called by end-to-end tests.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ async def sample(
 ) -> Counter[tuple[int, ...]]:
     workers = [
         load_worker(
-            str(path), device="cpu", dtype=setup.dtype, num_kv_blocks=2048, compiling=CompileOptions(setup.backend)
+            str(path), device="cpu", dtype=setup.dtype, num_kv_blocks=256, compiling=CompileOptions(setup.backend)
         )
         for path in pair
     ]
