@@ -20,6 +20,7 @@ from specdec.client import Completion
 from specdec.engine.base import Worker
 from specdec.engine.compiled import CompileOptions
 from specdec.engine.hf_adapter import load_worker
+from specdec.engine.native.runner import NativeRunner
 from specdec.types import TokenSource
 from tests.model_stack import ModelStack
 from tests.target_alone import TargetAlone
@@ -121,7 +122,10 @@ async def check_parity(
                 num_ties += 1
     alpha = alpha_of(alone)
     print(f"{case}: alpha {alpha:.3f}, {num_hits:.0f} branch hits, {num_ties} ties in {2 * len(asked)} outputs")
-    assert num_ties <= 2 * max(1, len(asked) // 20)
+    if dtype == "float32":
+        assert num_ties <= 2 * max(1, len(asked) // 20)
+    else:  # the native kernels round a row alike in any company, PyTorch's do not
+        assert num_ties <= (0 if isinstance(worker, NativeRunner) else len(asked))
     assert 0.3 < alpha < 0.95
     assert num_hits > 0
 
