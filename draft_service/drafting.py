@@ -163,7 +163,8 @@ def _batches(jobs: Sequence[Job], logits: torch.Tensor) -> list[tuple[RowKind, l
 
 
 def _greedy_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
-    return sampling.processed_logits(logits, [_context(job) for job in jobs])
+    contexts = [_context(job) for job in jobs]
+    return sampling.processed_logits(logits, contexts) if any(c.changes_logits for c in contexts) else logits
 
 
 def _coupled_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
@@ -190,10 +191,15 @@ def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _likeliest(scores: torch.Tensor, num: int) -> list[list[int]]:
-    """Ids of the highest scores of each row, best first; impossible tokens are left out."""
-    values, ids = sampling.likeliest(scores, num, floor=-torch.inf)
-    counts = (values > -torch.inf).sum(dim=-1).tolist()
-    return [row[:count] for row, count in zip(ids[:, :num].tolist(), counts, strict=True)]
+    """Ids of the highest scores of each row, best first; impossible tokens are left out.
+
+    Which of equal scores come first is not defined: these are guesses, and every draft step waits for them.
+    """
+    values, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
+    return [
+        [token_id for token_id, value in zip(*row, strict=True) if value > -np.inf]
+        for row in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def _note(jobs: Sequence[Job], likeliest: list[list[int]]) -> None:

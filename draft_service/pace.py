@@ -3,6 +3,7 @@
 Three times are measured: a step of branches at each fan-out (t_d' of docs/protocol.md section 6), the wait between an
 answer and the session's next call (t_v), and a whole round, answer to answer, with branches and without. Fan-out is the
 widest whose branches would be done within the wait; depth needs no choice, because branches grow until the call comes.
+Where not even the narrowest would be done, a call waits for a step of branches more often than a branch saves it one.
 That rounds are really shorter with branches is compared, not computed: where draft and target share processors,
 branches cost the target time that no other figure shows.
 
@@ -74,23 +75,27 @@ class Pace:
     def choose(self, gamma: int) -> int:
         """Fan-out for the round after one of `gamma` tokens, 0..MAX_FAN_OUT; 0: no branches."""
         self._num_rounds += 1
-        if self._policy is Predraft.OFF or (self._policy is Predraft.AUTO and not self._tries_branches()):
+        widest = self._widest(gamma)
+        if self._policy is Predraft.OFF or (self._policy is Predraft.AUTO and not self._tries_branches(widest > 0)):
             return 0
-        return self._widest(gamma)
+        return max(1, widest)
 
-    def _tries_branches(self) -> bool:
+    def _tries_branches(self, is_in_time: bool) -> bool:
+        """`is_in_time`: whether the narrowest branches should be done within the wait."""
         is_probe = self._num_rounds % _PROBE_EVERY < _PROBE_ROUNDS
+        if not is_in_time:
+            return is_probe
         with_branches, without = self._round_s[True], self._round_s[False]
         if min(with_branches.num, without.num) < _MIN_ROUNDS:
             return with_branches.num <= without.num or without.num >= _MIN_ROUNDS
         return (with_branches.value <= without.value) != is_probe
 
     def _widest(self, gamma: int) -> int:
-        """The widest fan-out that should be done in time; one that was never tried counts like the next narrower."""
+        """The widest fan-out that should be done in time, 0 where none is; an untried one counts like a narrower."""
         num_steps = gamma + 1  # the last draft token must run before the first token after it is known
         step_s = 0.0
         for fan_out in range(1, MAX_FAN_OUT + 1):
             step_s = self._step_s[fan_out].value if self._step_s[fan_out].num else step_s
             if num_steps * step_s > self._wait_s.value:
-                return max(1, fan_out - 1)
+                return fan_out - 1
         return MAX_FAN_OUT

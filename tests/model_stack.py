@@ -7,20 +7,23 @@ processes is shown with `tests.stack`. Not a mock of anything: every part is wha
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from coordinator.generations import Generations, GenerationSettings
 from coordinator.pool import DRAFT, TARGET, ReplicaPools
 from coordinator.servicer import CoordinatorServicer
 from coordinator.tokenizer import ServedTokenizer
+from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
 from draft_service.servicer import DraftServicer
 from specdec.client import AsyncClient
-from specdec.engine.base import Worker
+from specdec.engine.base import StepPlan, Worker
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_store
@@ -42,6 +45,9 @@ class ModelStack:
         *,
         redis_url: str = "",
         max_support: int | None = None,
+        predrafting: Collection[str] = (),
+        patience: int = 0,
+        proposer_type: type[Proposer] = Proposer,
     ) -> None:
         """
         Args:
@@ -50,24 +56,38 @@ class ModelStack:
             drafts: pool name to worker; no two engines may share a worker.
             redis_url: the store; one of its own in memory if empty.
             max_support: most entries of a draft's support.
+            predrafting: the pools that draft the next round before it is asked for.
+            patience: steps of branches that each of those may run before a step of the target, so that the share of
+                hits does not depend on the machine.
+            proposer_type: what negative controls replace.
         """
         self._tokenizer = ServedTokenizer(str(tokenizer))
         self._target_worker = target
         self._draft_workers = drafts
         self._redis_url = redis_url or f"memory://{secrets.token_hex(8)}"
         self._max_support = max_support
+        self._predrafting = predrafting
+        self._patience = patience
+        self._proposer_type = proposer_type
+        self._draft_metrics: dict[str, EngineMetrics] = {}
         self._ending = AsyncExitStack()
         self.draft_addresses: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
-        target = Verifier(self._target_worker, replica_id="target", model="target", max_gamma=16)
+        patient = _PatientWorker(self._target_worker, self._patience)
+        target = Verifier(patient, replica_id="target", model="target", max_gamma=16)
         servicer = TargetServicer(target, EngineMetrics("target", role=TARGET))
         endpoints = [(TARGET, await self._serve(TARGET_SERVICE, servicer, target))]
         for pool, worker in self._draft_workers.items():
-            draft = Proposer(
-                worker, replica_id=pool, model=pool, pool=pool, max_gamma=16, max_support=self._max_support
-            )
-            draft_servicer = DraftServicer(draft, EngineMetrics(pool, role=DRAFT))
+            is_ahead = pool in self._predrafting
+            metrics = self._draft_metrics[pool] = EngineMetrics(pool, role=DRAFT)
+            draft = self._proposer_type(
+                worker, replica_id=pool, model=pool, pool=pool, max_gamma=16, max_support=self._max_support,
+                predraft=Predraft.ON if is_ahead else Predraft.OFF, observer=metrics,
+            )  # fmt: skip
+            if is_ahead:
+                patient.drafts.append(draft)
+            draft_servicer = DraftServicer(draft, metrics)
             self.draft_addresses[pool] = await self._serve(DRAFT_SERVICE, draft_servicer, draft)
             endpoints.append((DRAFT, self.draft_addresses[pool]))
         self.client = AsyncClient(await self._coordinate(endpoints))
@@ -84,6 +104,12 @@ class ModelStack:
         completion = await self.client.generate(prompt_token_ids=list(prompt_token_ids), **options)
         await self.client.delete_session(completion.session_id)
         return completion
+
+    def num_predrafted(self, pool: str, *outcomes: str) -> float:
+        """Rounds of a pool that ended so: hit, extended, miss or unasked."""
+        registry, labels = self._draft_metrics[pool].registry, {"model_name": pool, "role": DRAFT}
+        name = "specdec:predraft_rounds_total"
+        return sum(registry.get_sample_value(name, labels | {"outcome": outcome}) or 0.0 for outcome in outcomes)
 
     async def _serve(self, service_name: str, servicer: Any, engine: Any) -> str:
         self._ending.push_async_callback(engine.close)
@@ -113,3 +139,19 @@ class ModelStack:
         self._ending.push_async_callback(generations.drain, 0.0)
         await pools.poll()
         return server.address
+
+
+class _PatientWorker:
+    """Implements `specdec.engine.base.Worker` by another one whose steps wait for branches to grow."""
+
+    def __init__(self, worker: Worker, num_turns: int) -> None:
+        self.shape = worker.shape
+        self.drafts: list[Proposer] = []
+        self._worker = worker
+        self._num_turns = num_turns
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        for draft in self.drafts:
+            for _ in range(self._num_turns):
+                draft.check_integrity()  # a turn of its device thread: a step of branches unless a call runs
+        return self._worker.execute(plan)

@@ -114,6 +114,7 @@ class Stack:
         num_coordinators: int = 1,
         redis_url: str = "memory://",
         replica_arguments: Sequence[str] = ("--dtype", "float32"),
+        draft_arguments: Sequence[str] = (),
         coordinator_arguments: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
@@ -126,6 +127,7 @@ class Stack:
             num_coordinators: coordinator processes, likewise; more than one needs a Redis.
             redis_url: of the session store. Replicas are static endpoints either way.
             replica_arguments: further arguments of draft and target.
+            draft_arguments: further arguments of drafts.
             coordinator_arguments: further arguments of coordinators.
             environ: added to the environment of every process.
         """
@@ -136,6 +138,7 @@ class Stack:
         for role, model, count in (("target", target, num_targets), ("draft", draft, num_drafts if draft else 0)):
             for index in range(count):
                 arguments = ["--model", str(model), "--device", "cpu", *replica_arguments, "--redis-url", "memory://"]
+                arguments += draft_arguments if role == "draft" else ()
                 part = self._add(role, index, f"{role}_service", arguments)
                 endpoints += [f"--{role}-endpoint", part.address]
         for index in range(num_coordinators):

@@ -1,7 +1,8 @@
 """How often drafts are accepted: a silent loss of acceptance is a fault that no text would show.
 
 Draft = target must accept everything, greedy and coupled; at T = 1 exactly the mass its supports cover. Also after the
-draft service was restarted in the middle, which must not leave a hole in its KV.
+draft service was restarted in the middle, which must not leave a hole in its KV, with pre-drafting, and with int8
+weights, whose target is its own oracle.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from specdec.client import Client, Completion
 from specdec.core.filters import filtered_law
 from specdec.core.sparse import cut_support, default_s_max
 from specdec.types import LawParams, TokenSource
 from tests.stack import Stack
+from tests.target_alone import TargetAlone
 
 NUM_REQUESTS = 10
 NUM_TOKENS = 200
@@ -34,11 +34,10 @@ def positions_of_tests(completion: Completion) -> list[int]:
     return [index for index, detail in enumerate(completion.details) if detail.source in tested]
 
 
-def covered_mass(model: torch.nn.Module, prompt: Sequence[int], completion: Completion) -> list[float]:
-    """p(S) at each tested position, from Hugging Face's logits: with draft = target, the chance of acceptance."""
+def covered_mass(alone: TargetAlone, prompt: Sequence[int], completion: Completion) -> list[float]:
+    """p(S) at each tested position, from the target's logits: with draft = target, the chance of acceptance."""
     ids = [*prompt, *completion.token_ids]
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0].numpy()
+    logits = alone.logits(ids)
     masses = []
     for index in positions_of_tests(completion):
         position = len(prompt) + index
@@ -56,15 +55,19 @@ def wait_until_drafted(client: Client) -> None:
             return
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
-def test_a_draft_that_is_the_target_is_accepted_also_after_a_restart(llama_pair: tuple[Path, Path], mode: str) -> None:
-    target, _ = llama_pair
+def check_acceptance(target: Path, mode: str, *, predraft: str = "off", dtype: str = "float32") -> None:
     options: dict[str, Any] = {"mode": "rejection" if mode == "greedy" else mode}
     options["temperature"] = 0.0 if mode == "greedy" else 1.0
     prompts = [np.random.default_rng(index).integers(2, 256, 20 + 7 * index).tolist() for index in range(NUM_REQUESTS)]
     completions = []
     with (
-        Stack(target, target, coordinator_arguments=("--draft-timeout-s", "none")) as stack,
+        Stack(
+            target,
+            target,
+            replica_arguments=("--dtype", dtype),
+            draft_arguments=("--predraft", predraft),
+            coordinator_arguments=("--draft-timeout-s", "none"),
+        ) as stack,
         Client(stack.endpoint) as client,
     ):
         for index, prompt in enumerate(prompts):
@@ -89,15 +92,35 @@ def test_a_draft_that_is_the_target_is_accepted_also_after_a_restart(llama_pair:
     if mode != "rejection":
         assert alpha >= 1.0 - 1e-3
         return
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    alone = TargetAlone(target, dtype)
     masses = [
         mass
         for prompt, completion in zip(prompts, completions, strict=True)
-        for mass in covered_mass(model, prompt, completion)
+        for mass in covered_mass(alone, prompt, completion)
     ]
     deviation = np.sqrt(sum(mass * (1.0 - mass) for mass in masses)) / len(masses)
     print(f"mean p(S) {np.mean(masses):.4f}, z = {(alpha - np.mean(masses)) / deviation:.2f}")
     assert abs(alpha - np.mean(masses)) < Z * deviation
+
+
+@pytest.mark.parametrize(
+    ("mode", "predraft"), [("greedy", "off"), ("coupled", "on"), ("rejection", "off"), ("rejection", "on")]
+)
+def test_a_draft_that_is_the_target_is_accepted_also_after_a_restart(
+    llama_pair: tuple[Path, Path], mode: str, predraft: str
+) -> None:
+    check_acceptance(llama_pair[0], mode, predraft=predraft)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize(
+    ("predraft", "dtype"), [("off", "float32"), ("on", "float32"), ("auto", "float32"), ("off", "int8"), ("on", "int8")]
+)
+def test_a_draft_that_is_the_target_is_accepted_in_every_setup(
+    llama_pair: tuple[Path, Path], mode: str, predraft: str, dtype: str
+) -> None:
+    check_acceptance(llama_pair[0], mode, predraft=predraft, dtype=dtype)
 
 
 def test_a_perturbed_draft_would_be_noticed(llama_pair: tuple[Path, Path]) -> None:

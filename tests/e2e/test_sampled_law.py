@@ -1,8 +1,9 @@
 """The joint law of the first three tokens through the running services is the target's.
 
 A target and a draft over a vocabulary of few words, so that the joint law of three tokens can be enumerated with
-Hugging Face's own logits and compared by chi-square with what many sessions emit. False alarms: 1e-4 over all cases
-together (each case at 1e-4 / number of cases); seeds are fixed, so a pass stays a pass.
+the target's own logits (Hugging Face's, or the engine's alone where weights or arithmetic are rounded) and compared by
+chi-square with what many sessions emit. False alarms: 1e-4 over all cases together (each case at 1e-4 / number of
+cases); seeds are fixed, so a pass stays a pass.
 """
 
 from __future__ import annotations
@@ -10,25 +11,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
-from transformers import AutoModelForCausalLM
 
-from specdec.core.filters import filtered_law
+from draft_service.proposer import Proposer
+from specdec.engine.compiled import CompileOptions
 from specdec.engine.hf_adapter import load_worker
-from specdec.types import LawParams
+from specdec.types import LawParams, Proposal, ProposeRequest, Support
 from tests.model_stack import ModelStack
+from tests.target_alone import TargetAlone
 from tests.tiny_models import build_tiny_pair
 
 VOCABULARY = 6
 PROMPT = (2, 3, 4, 5)
 NUM_TOKENS = 3
+GAMMA = 2
 NUM_AT_ONCE = 64
+NUM_SAMPLES = 1000
+NUM_LONG_SAMPLES = 4000
+#: So few that the draft service still drafts ahead for all of them.
+NUM_AT_ONCE_PREDRAFTED = 8
 FALSE_ALARM = 1e-4
 
 MODES = ("rejection", "block", "coupled", "off")
@@ -41,7 +48,31 @@ FILTERS: dict[str, dict[str, Any]] = {
     },
     "min_p": {"temperature": 0.7, "min_p": 0.1},
 }  # fmt: skip
-CASES = tuple(itertools.product(MODES, FILTERS))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the services run."""
+
+    predrafts: bool = False
+    dtype: str = "float32"
+    backend: str = "auto"
+
+
+SETUPS = {
+    "as usual": Setup(),
+    "pre-drafted": Setup(predrafts=True),
+    "eager, pre-drafted": Setup(predrafts=True, backend="eager"),
+    "int8, pre-drafted": Setup(predrafts=True, dtype="int8"),
+    "bfloat16, pre-drafted": Setup(predrafts=True, dtype="bfloat16"),
+}
+CASES = tuple(itertools.product(MODES, FILTERS, SETUPS))
+#: Laws with filters are cut by the same code in any setup; without a draft there is nothing to draft ahead.
+LONG_CASES = tuple(
+    (mode, name, setup)
+    for mode, name, setup in CASES
+    if setup == "as usual" or (mode != "off" and (setup == "pre-drafted" or name in ("plain", "top_k_and_top_p")))
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +82,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def joint_law(checkpoint: Path, law: LawParams) -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of three tokens, from Hugging Face's logits and the reference filters."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+def joint_law(checkpoint: Path, law: LawParams, dtype: str = "float32") -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of three tokens, from the target's logits and the reference filters."""
+    alone = TargetAlone(checkpoint, dtype)
     prefixes = {(): 1.0}
     for _ in range(NUM_TOKENS):
-        ids = torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])
-        with torch.inference_mode():
-            rows = model(ids).logits[:, -1].numpy()
         longer: dict[tuple[int, ...], float] = {}
-        for (prefix, mass), row in zip(prefixes.items(), rows, strict=True):
-            history = np.array([*PROMPT, *prefix], np.uint32)
-            for token_id, share in enumerate(filtered_law(row, law, history, len(PROMPT))):
+        for prefix, mass in prefixes.items():
+            for token_id, share in enumerate(alone.law([*PROMPT, *prefix], law, len(PROMPT))):
                 if share > 0:
                     longer[(*prefix, token_id)] = mass * float(share)
         prefixes = longer
@@ -70,20 +97,38 @@ def joint_law(checkpoint: Path, law: LawParams) -> dict[tuple[int, ...], float]:
 
 
 async def sample(
-    pair: tuple[Path, Path], redis_url: str, num_samples: int, options: dict[str, Any]
+    pair: tuple[Path, Path],
+    redis_url: str,
+    num_samples: int,
+    options: dict[str, Any],
+    setup: Setup = SETUPS["as usual"],
+    proposer_type: type[Proposer] = Proposer,
 ) -> Counter[tuple[int, ...]]:
-    workers = [load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=2048) for path in pair]
-    async with ModelStack(pair[0], workers[0], {"default": workers[1]}, redis_url=redis_url) as stack:
-        gate = asyncio.Semaphore(NUM_AT_ONCE)
+    workers = [
+        load_worker(
+            str(path), device="cpu", dtype=setup.dtype, num_kv_blocks=256, compiling=CompileOptions(setup.backend)
+        )
+        for path in pair
+    ]
+    async with ModelStack(
+        pair[0], workers[0], {"default": workers[1]}, redis_url=redis_url, proposer_type=proposer_type,
+        predrafting=("default",) if setup.predrafts else (), patience=GAMMA + 1,
+    ) as stack:  # fmt: skip
+        gate = asyncio.Semaphore(NUM_AT_ONCE_PREDRAFTED if setup.predrafts else NUM_AT_ONCE)
 
         async def draw(seed: int) -> tuple[int, ...]:
             async with gate:
                 completion = await stack.generate(
-                    PROMPT, max_new_tokens=NUM_TOKENS, seed=seed, ignore_eos=True, **options
+                    PROMPT, max_new_tokens=NUM_TOKENS, seed=seed, ignore_eos=True, gamma=GAMMA, **options
                 )
                 return completion.token_ids
 
-        return Counter(await asyncio.gather(*(draw(seed) for seed in range(num_samples))))
+        counts = Counter(await asyncio.gather(*(draw(seed) for seed in range(num_samples))))
+        if setup.predrafts:
+            num_hits = stack.num_predrafted("default", "hit", "extended")
+            print(f"{num_hits:.0f} branch hits, {stack.num_predrafted('default', 'miss'):.0f} misses")
+            assert num_hits > num_samples / 20, "a law that branches have no part in would prove nothing of them"
+        return counts
 
 
 def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
@@ -101,35 +146,61 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
     return float(stats.chisquare(observed, np.array(expected) * (sum(observed) / sum(expected))).pvalue)
 
 
-async def check_law(pair: tuple[Path, Path], redis_url: str, mode: str, name: str, num_samples: int) -> None:
+async def check_law(
+    pair: tuple[Path, Path], redis_url: str, mode: str, name: str, setup: str, num_samples: int
+) -> None:
     options = FILTERS[name]
-    law = joint_law(pair[0], LawParams(**options))
-    counts = await sample(pair, redis_url, num_samples, {**options, "mode": mode, "gamma": 2})
+    law = joint_law(pair[0], LawParams(**options), SETUPS[setup].dtype)
+    counts = await sample(pair, redis_url, num_samples, {**options, "mode": mode}, SETUPS[setup])
     value = p_value(counts, law)
-    print(f"{mode} {name}: p = {value:.3g} over {num_samples} samples, {len(law)} outcomes")
+    print(f"{mode} {name}, {setup}: p = {value:.3g} over {num_samples} samples, {len(law)} outcomes")
     assert value > FALSE_ALARM / len(CASES)
 
 
 @pytest.mark.parametrize(
-    ("mode", "name"), [("rejection", "plain"), ("block", "penalties_and_bias"), ("coupled", "min_p")]
+    ("mode", "name", "setup"),
+    [
+        ("rejection", "plain", "as usual"),
+        ("rejection", "penalties_and_bias", "int8, pre-drafted"),
+        ("block", "penalties_and_bias", "pre-drafted"),
+        ("coupled", "min_p", "pre-drafted"),
+    ],
 )
 async def test_three_tokens_follow_the_targets_joint_law(
-    pair: tuple[Path, Path], redis_url: str, mode: str, name: str
+    pair: tuple[Path, Path], redis_url: str, mode: str, name: str, setup: str
 ) -> None:
-    await check_law(pair, redis_url, mode, name, 1500)
+    await check_law(pair, redis_url, mode, name, setup, NUM_SAMPLES)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("mode", "name"), CASES)
-async def test_three_tokens_follow_the_targets_joint_law_for_every_mode_and_filter(
-    pair: tuple[Path, Path], redis_url: str, mode: str, name: str
+@pytest.mark.parametrize(("mode", "name", "setup"), LONG_CASES)
+async def test_three_tokens_follow_the_targets_joint_law_for_every_mode_filter_and_setup(
+    pair: tuple[Path, Path], redis_url: str, mode: str, name: str, setup: str
 ) -> None:
-    await check_law(pair, redis_url, mode, name, 4000)
+    await check_law(pair, redis_url, mode, name, setup, NUM_LONG_SAMPLES)
 
 
 async def test_the_drafts_own_law_would_be_noticed(pair: tuple[Path, Path], redis_url: str) -> None:
     """Negative control: the samples follow neither the draft's law nor the target's at another temperature."""
-    counts = await sample(pair, redis_url, 1500, {"temperature": 1.0, "mode": "rejection", "gamma": 2})
+    counts = await sample(pair, redis_url, NUM_SAMPLES, {"temperature": 1.0, "mode": "rejection"})
     assert p_value(counts, joint_law(pair[1], LawParams())) < FALSE_ALARM / len(CASES)
     assert p_value(counts, joint_law(pair[0], LawParams(temperature=0.8))) < FALSE_ALARM / len(CASES)
+
+
+class MisstatesHits(Proposer):
+    """Answers branch hits with a law that their tokens were not drawn from."""
+
+    async def propose(self, request: ProposeRequest) -> Proposal:
+        proposal = await super().propose(request)
+        if proposal.num_cached_tokens < request.round.committed_len:
+            return proposal
+        stated = tuple(Support(support.token_ids, support.weights[::-1].copy()) for support in proposal.supports)
+        return replace(proposal, supports=stated)
+
+
+async def test_a_fault_in_branch_hits_alone_would_be_noticed(pair: tuple[Path, Path], redis_url: str) -> None:
+    """Negative control of pre-drafting: hits are part enough of the samples."""
+    options = {"temperature": 1.0, "mode": "rejection"}
+    counts = await sample(pair, redis_url, NUM_SAMPLES, options, SETUPS["pre-drafted"], MisstatesHits)
+    assert p_value(counts, joint_law(pair[0], LawParams())) < FALSE_ALARM / len(CASES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.models import DEMO
 from bench.workload import prompt_token_ids
+from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.hf_adapter import load_worker
@@ -110,14 +112,15 @@ def greedy_alone(worker: Worker, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-async def test_greedy_rounds_write_what_the_quantised_target_writes_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("predraft", [Predraft.OFF, Predraft.ON])
+async def test_greedy_rounds_write_what_the_quantised_target_writes_alone(tmp_path: Path, predraft: Predraft) -> None:
     target, draft = build_tiny_pair("llama", tmp_path, seed=3)
     alone = load_worker(str(target), device="cpu", dtype="int8", num_kv_blocks=16)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(2, 256, (5 + 7 * index,), generator=generator).tolist() for index in range(4)]
     proposer, verifier = (
         engine(load_worker(str(path), device="cpu", dtype="int8", num_kv_blocks=64))
-        for engine, path in ((Proposer, draft), (Verifier, target))
+        for engine, path in ((partial(Proposer, predraft=predraft), draft), (Verifier, target))
     )
     drivers = [RoundDriver(f"s{index}", list(prompt), proposer, verifier) for index, prompt in enumerate(prompts)]
     outputs = await asyncio.gather(*(driver.generate(NUM_TOKENS, gamma=4) for driver in drivers))

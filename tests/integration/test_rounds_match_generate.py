@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
 from specdec.engine.hf_adapter import load_worker
 from specdec.types import LawParams, Mode
@@ -53,14 +55,16 @@ def pair(request, tmp_path_factory) -> _Pair:
     return built
 
 
-async def _outputs(pair: _Pair, *, together: bool, num_kv_blocks: int = 200) -> tuple[list[list[int]], float]:
+async def _outputs(
+    pair: _Pair, *, together: bool, predraft: Predraft, num_kv_blocks: int = 200
+) -> tuple[list[list[int]], float]:
     """What every prompt's session emits, and alpha."""
     proposer, verifier = (
         engine(
             load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=num_kv_blocks, num_threads=1),
             max_step_tokens=40,
         )
-        for engine, path in ((Proposer, pair.draft), (Verifier, pair.target))
+        for engine, path in ((partial(Proposer, predraft=predraft), pair.draft), (Verifier, pair.target))
     )
     drivers = [RoundDriver(f"s{index}", list(prompt), proposer, verifier) for index, prompt in enumerate(pair.prompts)]
     jobs = [driver.generate(NUM_TOKENS, gamma=1 + 3 * index % 8) for index, driver in enumerate(drivers)]
@@ -87,15 +91,17 @@ def _assert_same_but_for_ties(pair: _Pair, outputs: list[list[int]]) -> None:
         assert best[0] - best[1] < TIE
 
 
+@pytest.mark.parametrize("predraft", [Predraft.OFF, Predraft.ON])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "all at once"])
-async def test_greedy_rounds_reproduce_generate(pair, together):
-    outputs, alpha = await _outputs(pair, together=together)
+async def test_greedy_rounds_reproduce_generate(pair, together, predraft):
+    outputs, alpha = await _outputs(pair, together=together, predraft=predraft)
     _assert_same_but_for_ties(pair, outputs)
     assert 0.3 < alpha < 0.95
 
 
-async def test_greedy_rounds_reproduce_generate_while_sessions_evict_each_other(pair):
-    outputs, _ = await _outputs(pair, together=True, num_kv_blocks=16)
+@pytest.mark.parametrize("predraft", [Predraft.OFF, Predraft.ON])
+async def test_greedy_rounds_reproduce_generate_while_sessions_evict_each_other(pair, predraft):
+    outputs, _ = await _outputs(pair, together=True, predraft=predraft, num_kv_blocks=16)
     _assert_same_but_for_ties(pair, outputs)
 
 

@@ -40,6 +40,16 @@ def test_a_longer_draft_is_branched_less_widely() -> None:
     assert (pace.choose(1), pace.choose(4), pace.choose(9)) == (4, 2, 1)
 
 
+def test_auto_seldom_tries_branches_that_cannot_be_done_within_the_wait() -> None:
+    """Times of rounds would say little here: five steps of 30 ms, 60 ms of waiting."""
+    pace = _measured(Predraft.AUTO, wait_s=0.06, step_s={1: 0.03})
+    fan_outs = [pace.choose(GAMMA) for _ in range(640)]
+    assert set(fan_outs) == {0, 1}
+    assert sum(fan_outs) < 0.06 * len(fan_outs)
+    pace.observe_wait(5.0)
+    assert max(pace.choose(GAMMA) for _ in range(8)) > 1
+
+
 def _share_branched(pace: Pace, *, round_s: dict[bool, float], num_rounds: int) -> float:
     """Runs rounds that take so long with branches, and so long without."""
     num_branched = 0
