@@ -188,19 +188,25 @@ async def test_the_drafts_own_law_would_be_noticed(pair: tuple[Path, Path], redi
     assert p_value(counts, joint_law(pair[0], LawParams(temperature=0.8))) < FALSE_ALARM / len(CASES)
 
 
-class MisstatesHits(Proposer):
-    """Answers branch hits with a law that their tokens were not drawn from."""
+class MisdrawsHits(Proposer):
+    """Answers branch hits with the least likely tokens, and a law under which they are always accepted."""
 
     async def propose(self, request: ProposeRequest) -> Proposal:
         proposal = await super().propose(request)
         if proposal.num_cached_tokens < request.round.committed_len:
             return proposal
-        stated = tuple(Support(support.token_ids, support.weights[::-1].copy()) for support in proposal.supports)
-        return replace(proposal, supports=stated)
+        worst = [int(support.weights.argmin()) for support in proposal.supports]
+        stated = []
+        for support, entry in zip(proposal.supports, worst, strict=True):
+            weights = np.full_like(support.weights, 65_535)
+            weights[entry] = 1
+            stated.append(Support(support.token_ids, weights))
+        token_ids = [support.token_ids[entry] for support, entry in zip(proposal.supports, worst, strict=True)]
+        return replace(proposal, draft_token_ids=np.array(token_ids, dtype=np.uint32), supports=tuple(stated))
 
 
 async def test_a_fault_in_branch_hits_alone_would_be_noticed(pair: tuple[Path, Path], redis_url: str) -> None:
     """Negative control of pre-drafting: hits are part enough of the samples."""
     options = {"temperature": 1.0, "mode": "rejection"}
-    counts = await sample(pair, redis_url, NUM_SAMPLES, options, SETUPS["pre-drafted"], MisstatesHits)
+    counts = await sample(pair, redis_url, NUM_SAMPLES, options, SETUPS["pre-drafted"], MisdrawsHits)
     assert p_value(counts, joint_law(pair[0], LawParams())) < FALSE_ALARM / len(CASES)
