@@ -6,7 +6,6 @@ The only module of the coordinator that reads the environment and installs signa
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import secrets
 import signal
@@ -22,16 +21,13 @@ from coordinator.tokenizer import ServedTokenizer
 from specdec.config import advertised_address, parse_settings, split_address
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
-from specdec.rpc.lifecycle import require_addresses, run_to_exit_code
+from specdec.rpc.lifecycle import require_addresses, run_to_exit_code, spare_the_collector
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 
 #: After the drain, how long streams may take to hand out what they hold.
 _FLUSH_S = 1.0
-
-#: Container objects more than were freed, until the cyclic collector looks for garbage among the youngest.
-_GC_ALLOCATIONS = 50_000
 
 _log = logging.getLogger("coordinator")
 
@@ -76,7 +72,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
-        _spare_the_collector()
+        spare_the_collector()
         ending.push_async_callback(server.stop, _FLUSH_S)
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
@@ -86,16 +82,6 @@ async def _serve(settings: CoordinatorSettings) -> None:
         await server.set_not_serving()
         await generations.drain(settings.drain_grace_s)
     _log.info("stopped")
-
-
-def _spare_the_collector() -> None:
-    """Keeps the cyclic collector from walking what lives as long as the process, and from running many times a second.
-
-    Hardly anything here is cyclic: references free what a round made.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_ALLOCATIONS, 10, 10)
 
 
 def _build_pools(

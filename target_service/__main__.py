@@ -22,7 +22,7 @@ from specdec.engine.simulated import SimulatedTarget
 from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code
+from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code, spare_the_collector
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
@@ -53,6 +53,7 @@ async def _serve(settings: TargetSettings) -> None:
             ending.push_async_callback(registry.close)
             await registry.replicas("target")
         engine = _load_engine(settings, replica_id, metrics)
+        spare_the_collector()
 
         from target_service.servicer import TargetServicer
 
