@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.compiled import CompileOptions
@@ -94,6 +96,38 @@ def test_without_that_promise_rows_differ(directory: Path) -> None:
 def test_int8_weights_stay_near_float32(directory: Path) -> None:
     exact, rounded = (run(load(directory, dtype=dtype), piece(0, 0, LENGTHS[0])) for dtype in ("float32", "int8"))
     assert 0 < (exact - rounded).abs().mean() < 0.05 * exact.std()
+
+
+@pytest.mark.parametrize("mlp_width", [112, 101])  # whole groups of inputs, and not
+@pytest.mark.parametrize("backend", ["native", "eager"])
+def test_int8_products_are_those_of_the_rounded_weights(tmp_path: Path, mlp_width: int, backend: str) -> None:
+    """The oracle is Hugging Face's forward over weights rounded here; PyTorch's kernel, which rounds rows too, is the
+    control that is not as near."""
+    path = build_tiny_model(
+        "llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, config_overrides={"intermediate_size": mlp_width}
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
+            scales = module.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+            module.weight.data = torch.round(module.weight / scales) * scales
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens_of(0)])).logits[0, :, :VOCABULARY_SIZE]
+    logits = run(load(path, backend=backend, dtype="int8"), piece(0, 0, LENGTHS[0]))
+    is_near = (logits - expected).abs().max() < 2e-3 * expected.std()
+    assert is_near == (backend == "native")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_no_numbers_stay_none_in_int8(tmp_path: Path, value: float) -> None:
+    path = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7, 3] = value
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    bad, good = SequenceSlice((5, 7), 0, (0,), 1), SequenceSlice((5, 6), 0, (1,), 1)
+    logits = run(load(path, dtype="int8"), bad, good)
+    assert not torch.isfinite(logits[0]).any()
+    assert torch.isfinite(logits[1]).all()
 
 
 def test_a_token_outside_the_vocabulary_reads_no_memory(directory: Path) -> None:

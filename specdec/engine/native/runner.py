@@ -24,12 +24,17 @@ from specdec.engine.llama_stack import LlamaStack
 from specdec.types import BLOCK_TOKENS
 
 _LARGEST_INT8 = 127
+#: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `step.cpp`).
+_ZERO_BYTE = 128
+#: Beyond, the sums of an output's products would leave 32 bits.
+_MOST_INT8_INPUTS = (1 << 31) // (255 * _LARGEST_INT8)
 
 
 class _Product(Structure):
     _fields_ = [
         ("weights", c_void_p),
         ("scales", c_void_p),
+        ("offsets", c_void_p),
         ("bias", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
@@ -86,6 +91,9 @@ class _Batch(Structure):
         ("qkv", c_void_p),
         ("attended", c_void_p),
         ("gate_up", c_void_p),
+        ("high", c_void_p),
+        ("low", c_void_p),
+        ("row_scales", c_void_p),
         ("scores", c_void_p),
         ("scores_width", c_int64),
         ("logits", c_void_p),
@@ -117,6 +125,7 @@ class NativeRunner:
         library.specdec_step.argtypes = [POINTER(_Model), POINTER(_Batch), c_int]
         self._cache = cache
         self._panel = library.specdec_panel()
+        self._group = library.specdec_group()
         self._max_queries = library.specdec_max_queries()
         self._kept: list[torch.Tensor] = []  # what the structures point to
         self._num_embeddings = model.get_input_embeddings().weight.shape[0]
@@ -135,7 +144,8 @@ class NativeRunner:
             return False
         attention = model.model.layers[0].self_attn
         fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
-        return bool(fits) and model.config.hidden_act in ("silu", "swish")
+        is_narrow = max(attention.q_proj.out_features, model.config.intermediate_size) <= _MOST_INT8_INPUTS
+        return bool(fits) and is_narrow and model.config.hidden_act in ("silu", "swish")
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
@@ -200,13 +210,17 @@ class NativeRunner:
             return
         model, batch = self._model, self._batch
         heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
+        widest = -(-max(model.hidden, heads * head_dim, model.mlp) // self._group) * self._group
         sizes = {
             "hidden": tokens * model.hidden,
             "normed": tokens * model.hidden,
             "qkv": tokens * self._padded((heads + 2 * kv_heads) * head_dim),
             "attended": tokens * heads * head_dim,
             "gate_up": tokens * self._padded(2 * model.mlp),
+            "row_scales": tokens,
             "scores": num_threads * self._max_queries * scores_width,
+            "high": tokens * widest // self._scratch.itemsize,  # bytes, in whole groups of as many
+            "low": tokens * widest // self._scratch.itemsize,
         }
         total = sum(sizes.values())
         if self._scratch.numel() < total:
@@ -273,16 +287,22 @@ class NativeRunner:
         """One product whose outputs are those of several layers that share their input, side by side."""
         weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
         outputs, inputs = weight.shape
-        scales = bias = None
+        scales = offsets = bias = None
+        if linears[0].bias is not None:
+            bias = self._keep(self._pad(torch.cat([linear.bias.detach() for linear in linears])))
         if is_int8:
             # An output whose weights are all 0 keeps them: any scale will do.
             scale = (weight.abs().amax(dim=1) / _LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
-            weight = torch.round(weight / scale[:, None]).to(torch.int8)
+            rounded = self._pad(nn.functional.pad(torch.round(weight / scale[:, None]), (0, -inputs % self._group)))
             scales = self._keep(self._pad(scale))
-        if linears[0].bias is not None:
-            bias = self._keep(self._pad(torch.cat([linear.bias.detach() for linear in linears])))
-        panels = self._pad(weight).view(-1, self._panel, inputs).transpose(1, 2)
-        return _Product(weights=self._keep(panels), scales=scales, bias=bias, inputs=inputs, outputs=outputs)
+            offsets = self._keep((rounded.sum(dim=1, dtype=torch.float64) * _ZERO_BYTE).to(torch.int32))
+            groups = rounded.to(torch.int8).view(-1, self._panel, rounded.shape[1] // self._group, self._group)
+            packed = groups.transpose(1, 2)
+        else:
+            packed = self._pad(weight).view(-1, self._panel, inputs).transpose(1, 2)
+        return _Product(
+            weights=self._keep(packed), scales=scales, offsets=offsets, bias=bias, inputs=inputs, outputs=outputs
+        )
 
     def _pad(self, rows: torch.Tensor) -> torch.Tensor:
         """[outputs, ...] -> [whole panels of outputs, ...], zeros appended."""

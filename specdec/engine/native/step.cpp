@@ -24,22 +24,26 @@ namespace {
 // Lanes of the widest float vector of this machine; `Vector` also works where there is none.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int MAX_ROWS = 8;  // rows of one product that share the panel's weights while they are in registers
+constexpr int MAX_ROWS = 8;       // rows of one product that share the panel's weights while they are in registers
+constexpr int MAX_INT8_ROWS = 6;  // each keeps two sums
 #elif defined(__AVX__)
 constexpr int LANES = 8;
 constexpr int MAX_ROWS = 4;
+constexpr int MAX_INT8_ROWS = 2;
 #else
 constexpr int LANES = 4;
 constexpr int MAX_ROWS = 8;
+constexpr int MAX_INT8_ROWS = 2;
 #endif
 constexpr int PANEL_VECTORS = 2;
 constexpr int PANEL = LANES * PANEL_VECTORS;  // outputs side by side in a panel
 constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
 constexpr int KEYS = 16;                      // tokens of a KV block
+constexpr int GROUP = 4;                      // inputs of int8 weights that are multiplied and summed at once
 
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
-typedef int8_t Bytes __attribute__((vector_size(LANES), unused));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 inline Vector load(const float* from) {
     Vector vector;
@@ -47,22 +51,28 @@ inline Vector load(const float* from) {
     return vector;
 }
 
-// Said in this processor's own words where compilers convert lane by lane.
-inline Vector load(const int8_t* from) {
-#if defined(__AVX512F__)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__AVX2__)
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Vector);
-#endif
+inline Integers load(const int32_t* from) {
+    Integers vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+// The bytes of a vector of integers.
+inline Integers load_bytes(const int8_t* from) {
+    Integers vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
 }
 
 inline void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
 
 inline Vector broadcast(float value) { return value - Vector{}; }
+
+inline float largest(Vector vector) {
+    float most = vector[0];
+    for (int lane = 1; lane < LANES; ++lane) most = vector[lane] > most ? vector[lane] : most;
+    return most;
+}
 
 // Where the sums of two vectors' halves come from: segments of WIDTH lanes, one of x and one of y in turn; of each the
 // half that begins at OFFSET. Lane numbers of y begin at LANES.
@@ -126,11 +136,13 @@ inline Vector exponential(Vector x) {
 
 extern "C" {
 
-// A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`.
+// A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`; of int8 weights
+// [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP].
 struct Product {
-    const void* weights;  // float32, or int8 where `scales` is set
-    const float* scales;  // [padded outputs]: of int8 weights; null otherwise
-    const float* bias;    // [padded outputs] or null
+    const void* weights;     // float32, or int8 where `scales` is set
+    const float* scales;     // [padded outputs]: of int8 weights; null otherwise
+    const int32_t* offsets;  // [padded outputs]: ZERO times the sum of an output's int8 weights; null otherwise
+    const float* bias;       // [padded outputs] or null
     int64_t inputs;
     int64_t outputs;
 };
@@ -180,6 +192,9 @@ struct Batch {
     float* qkv;                   // [tokens, padded (heads + 2 * kv_heads) * head_dim]
     float* attended;              // [tokens, heads * head_dim]
     float* gate_up;               // [tokens, padded 2 * mlp]
+    uint8_t* high;                // [tokens, widest inputs in whole groups]: of rows as integers, as the next two
+    uint8_t* low;                 // the same
+    float* row_scales;            // [tokens]
     float* scores;                // [num_threads, MAX_QUERIES, longest context in whole blocks]
     int64_t scores_width;
     float* logits;  // [logit_rows, padded outputs of the head]
@@ -192,49 +207,42 @@ int64_t padded(int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; 
 
 enum class Into { store, add };
 
+// y = or += result of one row and one vector of outputs.
+inline void put(const Product& product, int64_t output, Vector result, float* y, Into into) {
+    if (product.bias) result += load(product.bias + output);
+    store(y + output, into == Into::add ? load(y + output) + result : result);
+}
+
 // ROWS rows of x times one panel. Weights are read once and stay in registers for all rows.
-template <int ROWS, typename Weight>
-inline void multiply(const float* x, int64_t x_stride, const Weight* panel, int64_t inputs,
-                     Vector (&sums)[ROWS][PANEL_VECTORS]) {
-    for (int row = 0; row < ROWS; ++row)
-        for (int part = 0; part < PANEL_VECTORS; ++part) sums[row][part] = Vector{};
-    for (int64_t input = 0; input < inputs; ++input, panel += PANEL) {
+template <int ROWS>
+void multiply_rows(const Product& product, int64_t panel, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+                   Into into) {
+    Vector sums[ROWS][PANEL_VECTORS] = {};
+    const float* from = static_cast<const float*>(product.weights) + panel * product.inputs * PANEL;
+    for (int64_t input = 0; input < product.inputs; ++input, from += PANEL) {
         Vector weights[PANEL_VECTORS];
-        for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(panel + part * LANES);
+        for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(from + part * LANES);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
             const Vector value = broadcast(x[row * x_stride + input]);
             for (int part = 0; part < PANEL_VECTORS; ++part) sums[row][part] += value * weights[part];
         }
     }
-}
-
-template <int ROWS, typename Weight>
-void multiply_rows(const Product& product, int64_t panel, const float* x, int64_t x_stride, float* y,
-                   int64_t y_stride, Into into) {
-    Vector sums[ROWS][PANEL_VECTORS];
-    const Weight* weights = static_cast<const Weight*>(product.weights) + panel * product.inputs * PANEL;
-    multiply<ROWS>(x, x_stride, weights, product.inputs, sums);
+#pragma GCC unroll 8
     for (int row = 0; row < ROWS; ++row)
-        for (int part = 0; part < PANEL_VECTORS; ++part) {
-            const int64_t output = panel * PANEL + part * LANES;
-            Vector result = sums[row][part];
-            if (product.scales) result *= load(product.scales + output);
-            if (product.bias) result += load(product.bias + output);
-            float* to = y + row * y_stride + output;
-            store(to, into == Into::add ? load(to) + result : result);
-        }
+#pragma GCC unroll 2
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            put(product, panel * PANEL + part * LANES, sums[row][part], y + row * y_stride, into);
 }
 
-template <typename Weight>
 void multiply_panel(const Product& product, int64_t panel, const float* x, int64_t x_stride, int64_t rows, float* y,
                     int64_t y_stride, Into into) {
     while (rows > 0) {
         int done = 1;
-#define SPECDEC_ROWS(n)                                                                \
-    if (n <= MAX_ROWS && rows >= n) {                                                  \
-        multiply_rows<n, Weight>(product, panel, x, x_stride, y, y_stride, into);      \
-        done = n;                                                                      \
+#define SPECDEC_ROWS(n)                                                     \
+    if (n <= MAX_ROWS && rows >= n) {                                       \
+        multiply_rows<n>(product, panel, x, x_stride, y, y_stride, into);   \
+        done = n;                                                           \
     } else
         SPECDEC_ROWS(8)
         SPECDEC_ROWS(7)
@@ -243,7 +251,7 @@ void multiply_panel(const Product& product, int64_t panel, const float* x, int64
         SPECDEC_ROWS(4)
         SPECDEC_ROWS(3)
         SPECDEC_ROWS(2)
-        multiply_rows<1, Weight>(product, panel, x, x_stride, y, y_stride, into);
+        multiply_rows<1>(product, panel, x, x_stride, y, y_stride, into);
 #undef SPECDEC_ROWS
         rows -= done;
         x += done * x_stride;
@@ -251,17 +259,142 @@ void multiply_panel(const Product& product, int64_t panel, const float* x, int64
     }
 }
 
-// y [rows, y_stride] = or += x [rows, x_stride] W^T + bias. Ends with all threads together.
-void apply(const Product& product, const float* x, int64_t x_stride, int64_t rows, float* y, int64_t y_stride,
-           Into into) {
-    const int64_t panels = padded(product.outputs) / PANEL;
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < panels; ++panel) {
-        if (product.scales)
-            multiply_panel<int8_t>(product, panel, x, x_stride, rows, y, y_stride, into);
-        else
-            multiply_panel<float>(product, panel, x, x_stride, rows, y, y_stride, into);
+// int8 weights are multiplied with rows of 16-bit integers, x = scale * (256 * (high - ZERO) + low), each a byte.
+// Processors multiply bytes of 0..255 with bytes of -127..127 and sum four products in one instruction, and sums of
+// integers are exact: the same bits on every processor, in any company. The rounding, at most 2^-16 of a row's
+// largest number, is finer than that of the weights by far.
+constexpr int ZERO = 128;
+constexpr float LARGEST_ROUNDED = 127 * 256;
+
+int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
+
+inline Integers rounded(Vector x) {
+    const Vector magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    return __builtin_convertvector((x + magic) - magic, Integers);
+}
+
+inline void put_halves(Integers numbers, uint8_t* high, uint8_t* low) {
+    const Bytes highs = __builtin_convertvector((numbers >> 8) + ZERO, Bytes);
+    const Bytes lows = __builtin_convertvector(numbers & 255, Bytes);
+    std::memcpy(high, &highs, sizeof highs);
+    std::memcpy(low, &lows, sizeof lows);
+}
+
+// A row as integers in whole groups; returns its scale, not a number where the row has an entry that is none or infinite.
+float round_row(const float* x, int64_t inputs, uint8_t* high, uint8_t* low) {
+    Vector most = {}, zeros = {};
+    float tail[LANES] = {};  // the last, incomplete vector
+    const int64_t whole = inputs / LANES * LANES;
+    std::memcpy(tail, x + whole, (inputs - whole) * sizeof(float));
+    for (int64_t at = 0; at <= whole; at += LANES) {
+        const Vector numbers = load(at < whole ? x + at : tail);
+        const Vector sizes = numbers < 0.0f ? -numbers : numbers;
+        most = sizes > most ? sizes : most;
+        zeros += numbers * 0.0f;
     }
+    const float longest = largest(most);
+    // Smaller rows count as 0: the inverse of their scale would be infinite.
+    const float inverse = longest > 1e-30f ? LARGEST_ROUNDED / longest : 0.0f;
+    for (int64_t at = 0; at < whole; at += LANES) put_halves(rounded(load(x + at) * inverse), high + at, low + at);
+    uint8_t tail_high[LANES], tail_low[LANES];
+    put_halves(rounded(load(tail) * inverse), tail_high, tail_low);
+    std::memcpy(high + whole, tail_high, grouped(inputs) - whole);
+    std::memcpy(low + whole, tail_low, grouped(inputs) - whole);
+    return longest / LARGEST_ROUNDED + sum(zeros);
+}
+
+// sums + the four products of each lane's bytes.
+inline Integers dot(Integers sums, Integers bytes, Integers weights) {
+#if defined(__AVX512VNNI__)
+    return reinterpret_cast<Integers>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums),
+                                                          reinterpret_cast<__m512i>(bytes),
+                                                          reinterpret_cast<__m512i>(weights)));
+#else
+    for (int byte = 0; byte < GROUP; ++byte)
+        sums += (weights << (24 - 8 * byte) >> 24) * (bytes >> (8 * byte) & 255);
+    return sums;
+#endif
+}
+
+inline Integers broadcast_group(const uint8_t* from) {
+    int32_t group;
+    std::memcpy(&group, from, sizeof group);
+    return group - Integers{};
+}
+
+template <int ROWS>
+void multiply_int8_rows(const Product& product, int64_t panel, const Batch& batch, int64_t first_row, float* y,
+                        int64_t y_stride, Into into) {
+    const int64_t stride = grouped(product.inputs);
+    const uint8_t *high = batch.high + first_row * stride, *low = batch.low + first_row * stride;
+    Integers highs[ROWS][PANEL_VECTORS] = {}, lows[ROWS][PANEL_VECTORS] = {};
+    const int8_t* from = static_cast<const int8_t*>(product.weights) + panel * stride * PANEL;
+    for (int64_t input = 0; input < stride; input += GROUP, from += PANEL * GROUP) {
+        Integers weights[PANEL_VECTORS];
+        for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load_bytes(from + part * LANES * GROUP);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) {
+            const Integers high_group = broadcast_group(high + row * stride + input);
+            const Integers low_group = broadcast_group(low + row * stride + input);
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                highs[row][part] = dot(highs[row][part], high_group, weights[part]);
+                lows[row][part] = dot(lows[row][part], low_group, weights[part]);
+            }
+        }
+    }
+    // Unrolled, here and where rows of floats end, for the sums to stay in registers before.
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+        for (int part = 0; part < PANEL_VECTORS; ++part) {
+            const int64_t output = panel * PANEL + part * LANES;
+            const Integers high_sum = highs[row][part] - load(product.offsets + output);
+            const Vector sum = __builtin_convertvector(high_sum, Vector) * 256.0f +
+                               __builtin_convertvector(lows[row][part], Vector);
+            const Vector scales = load(product.scales + output) * batch.row_scales[first_row + row];
+            put(product, output, sum * scales, y + row * y_stride, into);
+        }
+}
+
+void multiply_int8_panel(const Product& product, int64_t panel, const Batch& batch, int64_t rows, float* y,
+                         int64_t y_stride, Into into) {
+    for (int64_t row = 0; row < rows;) {
+        int done = 1;
+        float* to = y + row * y_stride;
+#define SPECDEC_ROWS(n)                                                          \
+    if (n <= MAX_INT8_ROWS && rows - row >= n) {                                 \
+        multiply_int8_rows<n>(product, panel, batch, row, to, y_stride, into);   \
+        done = n;                                                                \
+    } else
+        SPECDEC_ROWS(6)
+        SPECDEC_ROWS(5)
+        SPECDEC_ROWS(4)
+        SPECDEC_ROWS(3)
+        SPECDEC_ROWS(2)
+        multiply_int8_rows<1>(product, panel, batch, row, to, y_stride, into);
+#undef SPECDEC_ROWS
+        row += done;
+    }
+}
+
+// y [rows, y_stride] = or += x [rows, x_stride] W^T + bias. Ends with all threads together.
+void apply(const Product& product, const Batch& batch, const float* x, int64_t x_stride, int64_t rows, float* y,
+           int64_t y_stride, Into into) {
+    const int64_t panels = padded(product.outputs) / PANEL;
+    if (!product.scales) {
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < panels; ++panel)
+            multiply_panel(product, panel, x, x_stride, rows, y, y_stride, into);
+        return;
+    }
+    const int64_t stride = grouped(product.inputs);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+        batch.row_scales[row] =
+            round_row(x + row * x_stride, product.inputs, batch.high + row * stride, batch.low + row * stride);
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < panels; ++panel)
+        multiply_int8_panel(product, panel, batch, rows, y, y_stride, into);
 }
 
 // to = x / rms(x) * gains over `width` numbers.
@@ -359,8 +492,7 @@ void weigh(float* row, int64_t visible_from, int64_t visible_to, int64_t count, 
         const Vector score = load(row + at);
         maxima = score > maxima ? score : maxima;
     }
-    float highest = maxima[0];
-    for (int lane = 1; lane < LANES; ++lane) highest = maxima[lane] > highest ? maxima[lane] : highest;
+    const float highest = largest(maxima);
     Vector total{};
     for (int64_t at = 0; at < count; at += LANES) {
         const Vector score = load(row + at);
@@ -468,14 +600,14 @@ void gate(const Batch& batch, int64_t mlp, int64_t stride) {
 void run_layer(const Model& model, const Layer& layer, const Batch& batch, float* scores) {
     const int64_t hidden = model.hidden, tokens = batch.tokens, wide = padded(layer.gate_up.outputs);
     normalise_rows(batch.hidden, layer.attention_gains, batch, hidden, model.epsilon, batch.normed);
-    apply(layer.qkv, batch.normed, hidden, tokens, batch.qkv, padded(layer.qkv.outputs), Into::store);
+    apply(layer.qkv, batch, batch.normed, hidden, tokens, batch.qkv, padded(layer.qkv.outputs), Into::store);
     place(model, layer, batch);
     attend_all(model, layer, batch, scores);
-    apply(layer.output, batch.attended, model.heads * model.head_dim, tokens, batch.hidden, hidden, Into::add);
+    apply(layer.output, batch, batch.attended, model.heads * model.head_dim, tokens, batch.hidden, hidden, Into::add);
     normalise_rows(batch.hidden, layer.mlp_gains, batch, hidden, model.epsilon, batch.normed);
-    apply(layer.gate_up, batch.normed, hidden, tokens, batch.gate_up, wide, Into::store);
+    apply(layer.gate_up, batch, batch.normed, hidden, tokens, batch.gate_up, wide, Into::store);
     gate(batch, model.mlp, wide);
-    apply(layer.down, batch.gate_up, wide, tokens, batch.hidden, hidden, Into::add);
+    apply(layer.down, batch, batch.gate_up, wide, tokens, batch.hidden, hidden, Into::add);
 }
 
 }  // namespace
@@ -492,6 +624,9 @@ extern "C" {
 int64_t specdec_panel() { return PANEL; }
 
 int64_t specdec_max_queries() { return MAX_QUERIES; }
+
+// Inputs of a group: the caller packs int8 weights by it.
+int64_t specdec_group() { return GROUP; }
 
 // Whether a model's widths are ones that the loops above take.
 int specdec_fits(int64_t hidden, int64_t head_dim) {
@@ -512,7 +647,7 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
         for (int64_t row = 0; row < batch->logit_rows; ++row)
             normalise(batch->hidden + batch->rows_wanted[row] * model->hidden, model->final_gains, model->hidden,
                       model->epsilon, batch->normed + row * model->hidden);
-        apply(model->head, batch->normed, model->hidden, batch->logit_rows, batch->logits, padded(model->head.outputs),
+        apply(model->head, *batch, batch->normed, model->hidden, batch->logit_rows, batch->logits, padded(model->head.outputs),
               Into::store);
     }
 }
