@@ -247,14 +247,18 @@ class Generation:
         self, round_id: int, base_len: int, outcome: RoundOutcome, step: OutputStep, shown: asyncio.Future[None]
     ) -> None:
         """Accounts for a round and commits it, then shows it; `shown` is done then, or has why it was not."""
-        self._parts.account.count_round(outcome)
-        commit = Commit(
-            round_id=round_id,
-            base_len=base_len,
-            token_ids=np.array([token.token_id for token in step.tokens], dtype=np.uint32),
-            stats_json=encode_stats(self._parts.account.stats),
-            finish_reason=step.finish_reason,
-        )
+        try:
+            self._parts.account.count_round(outcome)
+            commit = Commit(
+                round_id=round_id,
+                base_len=base_len,
+                token_ids=np.array([token.token_id for token in step.tokens], dtype=np.uint32),
+                stats_json=encode_stats(self._parts.account.stats),
+                finish_reason=step.finish_reason,
+            )
+        except Exception as error:  # the event loop called, and the generation waits
+            shown.set_exception(error)
+            return
 
         def settle(error: Exception | None) -> None:
             if error is None:
