@@ -93,12 +93,13 @@ def test_the_same_seed_gives_the_same_documents_and_another_seed_does_not(librar
     assert corpus.documents(library, 1) != corpus.documents(library, 2)
 
 
-def test_a_small_share_of_the_real_library_is_held_out_and_gives_twenty_prompts() -> None:
+def test_a_small_share_of_the_real_library_is_held_out_and_gives_prompts() -> None:
     files = corpus.library_files()
     share = sum(file.held_out for file in files) / len(files)
     assert 0.03 < share < 0.12
     prompts = corpus.prompts(files)
-    assert len(prompts) == len(set(prompts)) == 20
+    # 20 of Python 3.11's, which bench/prompts has; another version's files may give fewer.
+    assert 15 <= len(prompts) == len(set(prompts)) <= corpus.NUM_PROMPTS
     assert all(len(prompt) <= corpus.PROMPT_CHARACTERS for prompt in prompts)
 
 
