@@ -18,7 +18,7 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.compiled import CompileOptions
 from specdec.engine.hf_adapter import load_worker
 from specdec.types import BLOCK_TOKENS
-from tests.direct_capture import DirectCapture
+from tests.captured_rig import CountedCapture
 from tests.tiny_models import ARCHITECTURES, build_tiny_model
 
 VOCABULARY_SIZE = 96
@@ -38,7 +38,7 @@ class Case:
 
     def __init__(self, directory: Path, architecture: str, compile_backend: str) -> None:
         self.directory = directory
-        self.capture = DirectCapture() if compile_backend == "captured" else None
+        self.capture = CountedCapture() if compile_backend == "captured" else None
         # 24, Qwen 3's width here otherwise, is one that the native kernels do not take.
         overrides = {"head_dim": 32} if (architecture, compile_backend) == ("qwen3", "native") else {}
         build_tiny_model(
