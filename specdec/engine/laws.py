@@ -122,9 +122,11 @@ def filtered_laws(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch
     if greedy:
         laws[greedy, scores[greedy].argmax(dim=-1)] = 1.0
     if dense:
-        laws[dense] = _dense_laws(scores[dense], [params[row] for row in dense])
+        index = to_device(dense, scores.device, torch.int64)
+        laws[index] = _dense_laws(scores[index], [params[row] for row in dense])
     if cut:
-        laws[cut] = _cut_laws(scores[cut], [params[row] for row in cut])
+        index = to_device(cut, scores.device, torch.int64)
+        laws[index] = _cut_laws(scores[index], [params[row] for row in cut])
     return laws
 
 
@@ -211,13 +213,15 @@ def _cut_laws(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor
         _cut_rows(laws, scores, params, limited, max(params[row].top_k for row in limited))
     num_candidates = min(num_tokens, _FIRST_CANDIDATES)
     if nucleus:
-        totals = _weights(scores[nucleus], [params[row] for row in nucleus]).sum(dim=-1)
+        index = to_device(nucleus, scores.device, torch.int64)
+        totals = _weights(scores[index], [params[row] for row in nucleus]).sum(dim=-1)
     while nucleus:
         is_short = _cut_rows(laws, scores, params, nucleus, num_candidates, totals)
         if num_candidates == num_tokens:
             break
         short = [index for index, row_is_short in enumerate(is_short.tolist()) if row_is_short]
-        nucleus, totals = [nucleus[index] for index in short], totals[short]
+        nucleus = [nucleus[index] for index in short]
+        totals = totals[to_device(short, scores.device, torch.int64)]
         num_candidates = min(num_tokens, num_candidates * _CANDIDATE_GROWTH)
     return laws
 
@@ -244,7 +248,8 @@ def _cut_rows(
         bool [M]: whether top-p reaches past the candidates; unless those were all tokens, the law is not right yet.
     """
     chosen = [params[row] for row in rows]
-    values, ids = likeliest(scores[rows], num_candidates, floor=-torch.inf)  # [M, K]
+    index = to_device(rows, scores.device, torch.int64)
+    values, ids = likeliest(scores[index], num_candidates, floor=-torch.inf)  # [M, K]
     weights = _weights(values, chosen)
     if totals is None:
         limits = to_device([law.top_k for law in chosen], scores.device, torch.int64)
@@ -256,7 +261,7 @@ def _cut_rows(
     is_short = (reach[:, -1] < bounds) & torch.isfinite(bounds)
     weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0
     _apply_min_p(weights, chosen)
-    laws[to_device(rows, scores.device, torch.int64)[:, None], ids] = weights / weights.sum(dim=-1, keepdim=True)
+    laws[index[:, None], ids] = weights / weights.sum(dim=-1, keepdim=True)
     return is_short
 
 
