@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
@@ -57,6 +60,55 @@ class CountedCapture:
         return replay
 
 
+class Tape(TorchDispatchMode):
+    """Operations as a CUDA graph has them: the same ones again, on tensors that lie where they lay.
+
+    So what a step takes from the host while it is recorded, it keeps. What a CUDA device would have to be waited for is
+    refused: its numbers, sizes that depend on them, and tensors made of the host's.
+    """
+
+    _REFUSED = frozenset(
+        ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2", "lift_fresh")
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = operation.overloadpacket.__name__
+        is_by_mask = name in ("index", "index_put_") and any(
+            isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1])
+        )
+        if name in self._REFUSED or is_by_mask:
+            raise RuntimeError(f"{operation} cannot be recorded")
+        result = operation(*args, **kwargs)
+        self._operations.append((operation, args, kwargs, result))
+        return result
+
+    def replay(self) -> None:
+        for operation, args, kwargs, recorded in self._operations:
+            result = operation(*args, **kwargs)
+            for old, new in zip(tree_leaves(recorded), tree_leaves(result), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                    old.copy_(new)
+
+
+def record_on_tape(step: Callable[[], None]) -> Callable[[], None]:
+    """A `specdec.engine.capture.Capture` for any device."""
+    with torch.inference_mode(), Tape() as tape:
+        step()
+
+    def replay() -> None:
+        with torch.inference_mode():
+            tape.replay()
+
+    return replay
+
+
 def build(architecture: str, directory: Path, **options: object) -> Path:
     build_tiny_model(
         architecture,
@@ -95,11 +147,18 @@ class Pair:
     """An eager and a capturing worker that are given the same steps."""
 
     def __init__(
-        self, model: Path, *, capture: Capture | None = None, atol: float = 1e-4, device: str = "cpu", **options: str
+        self,
+        model: Path,
+        *,
+        capture: Capture | None = None,
+        widths: tuple[int, ...] = WIDTHS,
+        atol: float = 1e-4,
+        device: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
         self.capture = CountedCapture(capture)
-        self.eager = load(model, "eager", device=device, **options)
-        self.captured = load(model, device=device, capture=self.capture, **options)
+        self.eager = load(model, "eager", device=device, dtype=dtype)
+        self.captured = load(model, device=device, dtype=dtype, capture=self.capture, row_counts=widths)
         self.tables = self._tables()
         self._atol = atol
 

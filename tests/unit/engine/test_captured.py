@@ -25,6 +25,7 @@ from tests.captured_rig import (
     load,
     piece,
     random_tokens,
+    record_on_tape,
 )
 from tests.tiny_models import build_tiny_model
 
@@ -50,6 +51,47 @@ def pair(mixed: Path) -> Pair:
 
 def test_steps_of_any_mixture_equal_eager_ones(pair: Pair) -> None:
     check_ragged_steps(pair)
+
+
+def test_nothing_of_a_step_is_in_its_recording(tmp_path: Path) -> None:
+    """Recordings are made of padding; replayed as a CUDA graph is, they compute whatever lies in the buffers."""
+    model = build("qwen3", tmp_path, config_overrides=MIXED_LAYERS | {"max_position_embeddings": 160})
+    pair = Pair(model, capture=record_on_tape, widths=(1, 3))
+    one, two = random_tokens(14, 120), random_tokens(15, 120)
+    pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), is_captured=False)
+    ends = [40, 9]
+    for widths in ((3, 1), (2, 3), (1, 0), (3, 3), (0, 2), (1, 1), (3, 2), (2, 3), (3, 3)):
+        slices = []
+        for index, (tokens, width) in enumerate(zip((one, two), widths, strict=True)):
+            if width:
+                table = pair.tables[index]
+                slices.append(piece(tokens, ends[index], ends[index] + width, table, width))
+            ends[index] += width
+        pair.run(*slices)
+
+
+def test_the_tape_refuses_what_a_recording_cannot_do() -> None:
+    """Negative control."""
+    numbers, output = torch.ones(3), torch.zeros(3)
+    impossible: tuple[Callable[[], Any], ...] = (
+        lambda: output.fill_(float(numbers.sum())),
+        lambda: output.zero_() if (numbers > 0).all() else None,
+        lambda: output[:1].copy_(numbers[numbers > 0][:1]),
+        lambda: output.copy_(numbers[[0, 1, 2]]),
+    )
+    for step in impossible:
+        with pytest.raises(RuntimeError, match="cannot be recorded"):
+            record_on_tape(step)
+    factor = 2
+
+    def step_with_a_number_of_the_host() -> None:
+        torch.mul(numbers + numbers, factor, out=output)
+
+    replay = record_on_tape(step_with_a_number_of_the_host)
+    factor = 1000
+    numbers.fill_(5.0)
+    replay()
+    assert output.tolist() == [20.0] * 3
 
 
 def test_steps_no_bucket_holds_run_eagerly_and_share_the_cache(pair: Pair) -> None:
