@@ -23,6 +23,7 @@ from bench.report import progress
 from bench.rows import Origin, Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.block_manager import blocks_for
+from specdec.engine.compiled import CompileOptions, row_counts
 from specdec.engine.hf_adapter import load_worker
 
 SUITE = "gpu"
@@ -69,7 +70,10 @@ def engine_rows(config: LlamaConfig, device: str, case: str, copy_bytes: int, *,
         limits = {"target": (config.num_hidden_layers, TARGET_LIMIT), "draft": (NUM_DRAFT_LAYERS, DRAFT_LIMIT)}
         for name, (num_layers, limit) in limits.items():
             directory, weight_bytes = _write_model(config, num_layers, Path(folder) / name, device)
-            worker = load_worker(str(directory), device=device, dtype="bfloat16", num_kv_blocks=256)
+            compiling = CompileOptions(row_counts=row_counts(1))
+            worker = load_worker(
+                str(directory), device=device, dtype="bfloat16", num_kv_blocks=256, compiling=compiling
+            )
             step_s, floor_s = _step_s(worker, device, num_steps), weight_bytes / bytes_per_s
             rows.append(row(system=name, metric="step_ms", value=step_s * 1e3, unit="ms"))
             rows.append(

@@ -21,6 +21,8 @@ from specdec.core.sparse import draw_from_support
 from specdec.engine import sampling
 from specdec.engine.job import Job, RowKind, row_kind
 from specdec.engine.sampling import LawContext
+from specdec.engine.step_logits import StepLogits
+from specdec.engine.transfer import to_host
 from specdec.types import Proposal, Support
 
 
@@ -62,49 +64,50 @@ class DraftProgram:
         }
         self._guess = {RowKind.GREEDY: _greedy_scores, RowKind.COUPLED: _coupled_scores, RowKind.LAW: _bonus_scores}
 
-    def advance(self, jobs: Sequence[Job], logits: torch.Tensor) -> None:
-        """Draws one token a job from `logits` (float32 [len(jobs), V]), and ends the job or goes on."""
+    def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
+        """Draws one token a job from its row of `logits`, and ends the job or goes on."""
         self.draw(jobs, logits, is_noted=len(jobs) <= self._max_noted)
 
-    def draw(self, jobs: Sequence[Job], logits: torch.Tensor, *, is_noted: bool = True) -> None:
+    def draw(self, jobs: Sequence[Job], logits: StepLogits, *, is_noted: bool = True) -> None:
         """As `advance`; `is_noted`: whether the drafts note the likeliest tokens."""
         num_likeliest = self._num_likeliest if is_noted else 0
-        for kind, drawn_by, rows in _batches(jobs, logits):
+        for kind, drawn_by, rows in _batches(jobs, logits.num_tokens):
             for job in drawn_by:
                 job.progress = job.progress or Draft()
-            for job, token_id in zip(drawn_by, self._draw[kind](drawn_by, rows, num_likeliest), strict=True):
+            token_ids = self._draw[kind](drawn_by, logits.select(rows), num_likeliest)
+            for job, token_id in zip(drawn_by, token_ids, strict=True):
                 _take(job, token_id)
 
-    def guess(self, jobs: Sequence[Job], logits: torch.Tensor) -> list[list[int]]:
+    def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
         """The tokens that the target is likeliest to put after each job's last draft token, best first.
 
         Args:
             jobs: of rounds whose draft tokens have all run.
-            logits: float32 [len(jobs), V].
+            logits: a row a job.
         """
         guesses: dict[Job, list[int]] = {}
-        for kind, guessed_for, rows in _batches(jobs, logits):
-            scores = self._guess[kind](guessed_for, rows)
+        for kind, guessed_for, rows in _batches(jobs, logits.num_tokens):
+            scores = self._guess[kind](guessed_for, logits.select(rows).values)
             guesses.update(zip(guessed_for, _likeliest(scores, self._num_likeliest), strict=True))
         return [guesses[job] for job in jobs]
 
-    def _draw_greedy(self, jobs: Sequence[Job], logits: torch.Tensor, num_likeliest: int) -> list[int]:
+    def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         if num_likeliest:
-            _note(jobs, _likeliest(_greedy_scores(jobs, logits), num_likeliest))
+            _note(jobs, _likeliest(_greedy_scores(jobs, logits.values), num_likeliest))
         return sampling.greedy_choices(logits, [_context(job) for job in jobs])
 
-    def _draw_coupled(self, jobs: Sequence[Job], logits: torch.Tensor, num_likeliest: int) -> list[int]:
+    def _draw_coupled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         token_ids: list[int]
         if num_likeliest:
-            scores = _coupled_scores(jobs, logits)
+            scores = _coupled_scores(jobs, logits.values)
             _note(jobs, _likeliest(scores, num_likeliest))
             token_ids = scores.argmax(dim=-1).tolist()
         else:
-            token_ids, _ = sampling.coupled_choices(*_coupled_rows(jobs, logits))
+            token_ids, _ = sampling.coupled_choices(*_coupled_rows(jobs, logits.values))
         return token_ids
 
-    def _draw_law(self, jobs: Sequence[Job], logits: torch.Tensor, num_likeliest: int) -> list[int]:
-        laws = sampling.filtered_laws(logits, [_context(job) for job in jobs])
+    def _draw_law(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
+        laws = sampling.filtered_laws(logits.values, [_context(job) for job in jobs])
         token_ids = []
         for job, (support, lost_mass) in zip(
             jobs, sampling.cut_supports(laws, self._s_max, self._coverage), strict=True
@@ -150,15 +153,15 @@ def _take(job: Job, token_id: int) -> None:
         job.append(token_id)
 
 
-def _batches(jobs: Sequence[Job], logits: torch.Tensor) -> list[tuple[RowKind, list[Job], torch.Tensor]]:
-    """Jobs whose rows are treated alike, in batches of bounded size, each with its rows of `logits`."""
+def _batches(jobs: Sequence[Job], num_tokens: int) -> list[tuple[RowKind, list[Job], list[int]]]:
+    """Jobs whose rows are treated alike, in batches of bounded size, each with the indices of its rows."""
     rows_of: dict[RowKind, list[int]] = {}
     for row, job in enumerate(jobs):
         rows_of.setdefault(row_kind(job.call.round), []).append(row)
     return [
-        (kind, [jobs[row] for row in rows], logits if len(rows) == len(jobs) else logits[rows])
+        (kind, [jobs[row] for row in rows], rows)
         for kind, rows_of_kind in rows_of.items()
-        for rows in sampling.split_batches(rows_of_kind, lambda _: 1, logits.shape[-1])
+        for rows in sampling.split_batches(rows_of_kind, lambda _: 1, num_tokens)
     ]
 
 
@@ -198,7 +201,7 @@ def _likeliest(scores: torch.Tensor, num: int) -> list[list[int]]:
     values, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
     return [
         [token_id for token_id, value in zip(*row, strict=True) if value > -np.inf]
-        for row in zip(ids.tolist(), values.tolist(), strict=True)
+        for row in zip(*(column.tolist() for column in to_host(ids, values)), strict=True)
     ]
 
 

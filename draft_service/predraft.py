@@ -203,7 +203,7 @@ class Predrafter(Ahead):
 
     def advance(self, branches: Many[Branch], logits: torch.Tensor, sessions: SessionTable) -> None:
         """Draws a token for every branch, and branches from the trunks that have run."""
-        jobs, lawless, logits = split_lawless([branch.job for branch in branches], logits)
+        jobs, lawless, read = split_lawless([branch.job for branch in branches], logits)
         trees = [tree for tree in self._trees.values() if tree.has_work or tree.trunk is not None]
         for tree in trees if lawless else ():
             tree.remove(lawless)
@@ -211,10 +211,10 @@ class Predrafter(Ahead):
         trunk_rows = [row for row, job in enumerate(jobs) if job in tree_of_trunk]
         branch_rows = [row for row, job in enumerate(jobs) if job not in tree_of_trunk]
         if branch_rows:
-            self._program.draw([jobs[row] for row in branch_rows], logits[branch_rows])
+            self._program.draw([jobs[row] for row in branch_rows], read.select(branch_rows))
         if trunk_rows:
             trunks = [jobs[row] for row in trunk_rows]
-            for job, guesses in zip(trunks, self._program.guess(trunks, logits[trunk_rows]), strict=True):
+            for job, guesses in zip(trunks, self._program.guess(trunks, read.select(trunk_rows)), strict=True):
                 tree = tree_of_trunk[job]
                 grown = self._branches(tree, job.sequence, tree.num_draft_tokens, guesses, sessions)
                 tree.branches[:0] = grown  # full acceptance first: with a draft that is any good it is the likeliest

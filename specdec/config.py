@@ -179,9 +179,10 @@ class ReplicaSettings(ServiceSettings):
     """Arithmetic of the weights; auto follows the checkpoint on a GPU and takes float32 on a CPU."""
 
     compile_backend: str = "auto"
-    """How steps run: native (kernels of our own for Llama-shaped models on a CPU, compiled at the first start), eager,
-    inductor (steps of one session, likewise), any other backend of torch.compile that is installed, or auto: native
-    where it can, else eager."""
+    """How steps run: native (kernels of our own for Llama-shaped models on a CPU, compiled at the first start),
+    captured (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, inductor (steps of
+    one session, compiled at the first start), any other backend of torch.compile that is installed, or auto: native on
+    a CPU and captured on a GPU where it can, else eager."""
 
     pool: str = "default"
     """Name of the replica pool this process belongs to."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from specdec.core.limits import check_token_ids
@@ -26,6 +25,7 @@ from specdec.engine.job import Call, Job, RowKind, row_kind
 from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sampling import LawContext
 from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine.step_logits import StepLogits
 from specdec.errors import InvalidRequest
 from specdec.types import (
     LawParams,
@@ -183,8 +183,8 @@ class _TargetProgram:
     def __init__(self) -> None:
         self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.LAW: _look_law}
 
-    def advance(self, jobs: Sequence[Job], logits: torch.Tensor) -> None:
-        """Finishes every job from its `num_logit_rows` rows of `logits` (float32 [R, V])."""
+    def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
+        """Finishes every job from its `num_logit_rows` rows of `logits`."""
         first = 0
         all_rows: list[_Rows] = []
         by_kind: dict[RowKind, list[_Rows]] = {}
@@ -206,31 +206,30 @@ class _TargetProgram:
             rows.job.finish(_verification(rows))
 
 
-def _batches_of(group: Sequence[_Rows], logits: torch.Tensor) -> list[list[_Rows]]:
-    return sampling.split_batches(group, lambda rows: len(rows.indices), logits.shape[-1])
+def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:
+    return sampling.split_batches(group, lambda rows: len(rows.indices), logits.num_tokens)
 
 
-def _logits_of(group: Sequence[_Rows], logits: torch.Tensor) -> torch.Tensor:
-    indices = [index for rows in group for index in rows.indices]
-    return logits if len(indices) == len(logits) else logits[indices]
+def _logits_of(group: Sequence[_Rows], logits: StepLogits) -> StepLogits:
+    return logits.select([index for rows in group for index in rows.indices])
 
 
 def _contexts_of(group: Sequence[_Rows]) -> list[LawContext]:
     return [context for rows in group for context in rows.contexts]
 
 
-def _look_greedy(group: Sequence[_Rows], logits: torch.Tensor) -> None:
+def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
     choices = iter(sampling.greedy_choices(logits, _contexts_of(group)))
     for rows in group:
         rows.choice_token_ids = np.array([next(choices) for _ in rows.indices], dtype=np.uint32)
         rows.choice_probabilities = np.ones(len(rows.indices), dtype=np.float64)
 
 
-def _look_coupled(group: Sequence[_Rows], logits: torch.Tensor) -> None:
+def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
     contexts = _contexts_of(group)
     drawn_with = [rows.request.round for rows in group for _ in rows.indices]
     choices, probabilities = sampling.coupled_choices(
-        sampling.filtered_laws(logits, contexts),
+        sampling.filtered_laws(logits.values, contexts),
         [asked.seed for asked in drawn_with],
         [asked.turn for asked in drawn_with],
         [len(context.history) for context in contexts],
@@ -243,7 +242,7 @@ def _look_coupled(group: Sequence[_Rows], logits: torch.Tensor) -> None:
         first = end
 
 
-def _look_law(group: Sequence[_Rows], logits: torch.Tensor) -> None:
+def _look_law(group: Sequence[_Rows], logits: StepLogits) -> None:
     uniforms: list[float] = []
     for rows in group:
         asked = rows.request.round
@@ -251,7 +250,7 @@ def _look_law(group: Sequence[_Rows], logits: torch.Tensor) -> None:
         uniforms += key.tail_uniforms(len(rows.request.draft_token_ids))
     law_rows = iter(
         sampling.law_rows(
-            sampling.filtered_laws(logits, _contexts_of(group)),
+            sampling.filtered_laws(logits.values, _contexts_of(group)),
             [support_ids for rows in group for support_ids in rows.support_ids],
             uniforms,
         )
@@ -260,10 +259,10 @@ def _look_law(group: Sequence[_Rows], logits: torch.Tensor) -> None:
         rows.law_rows = tuple(next(law_rows) for _ in rows.indices)
 
 
-def _add_logit_rows(group: Sequence[_Rows], logits: torch.Tensor, num_logprobs: int) -> None:
+def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: int) -> None:
     logit_rows = iter(
         sampling.logit_rows(
-            logits,
+            logits.values,
             [support_ids for rows in group for support_ids in rows.support_ids],
             [tail_id for rows in group for tail_id in rows.tail_ids],
             num_logprobs,

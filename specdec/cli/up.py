@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
-        "--compile-backend", default="auto", metavar="NAME", help="native, eager, inductor, ...; default auto"
+        "--compile-backend", default="auto", metavar="NAME", help="native, captured, eager, inductor, ...; default auto"
     )
     parser.add_argument("--replicas-draft", type=int, default=1, metavar="N", help="0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N")

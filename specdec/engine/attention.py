@@ -8,7 +8,7 @@ Called by transformers' modules and by `engine.llama_stack`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -44,6 +44,16 @@ def paged_attention_forward(
         softcap,
     )
     return output.unsqueeze(0), None
+
+
+class RowContext(Protocol):
+    """What a forward pass whose keys and values lie as the cache stores them calls in every layer."""
+
+    def attend_rows(
+        self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
+    ) -> torch.Tensor:
+        """Stores kv_rows [T, row_width] and attends; the rest is as in `PagedContext.attend_layer`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class PagedContext:
     def attend_rows(
         self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        """The same for keys and values that lie as the cache stores them: kv_rows [T, row_width]."""
+        """See `RowContext`."""
         layer, kind = self.cache.layers[layer_index], self.kind_of_layer[layer_index]
         if self.batch.opened_blocks is not None:
             layer.clear(self.batch.opened_blocks)

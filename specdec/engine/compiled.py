@@ -16,23 +16,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import PagedContext
 from specdec.engine.batch import AttentionKind, KvView, StepBatch
+from specdec.engine.capture import Capture
 from specdec.engine.graph_package import MAX_BLOCKS, MIN_BLOCKS, PackageKey, PackageStore, StepFunction, example_inputs
 from specdec.engine.kv_cache import KvCache
 from specdec.engine.llama_stack import LlamaStack
 from specdec.engine.model_runner import ForwardPass
+from specdec.engine.start_progress import shown
 from specdec.engine.step_graph import StepGraph
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
@@ -41,8 +40,12 @@ from specdec.types import BLOCK_TOKENS
 EAGER = "eager"
 #: Kernels of our own (`engine.native`).
 NATIVE = "native"
-#: Native where they compute the model, eager elsewhere.
+#: CUDA graphs of steps (`engine.captured`).
+CAPTURED = "captured"
+#: Native on a CPU and captured on a GPU where they take the model, eager elsewhere.
 AUTO = "auto"
+
+_BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +75,8 @@ class CompileOptions:
     """Where what was compiled is kept between runs; None: nowhere."""
     is_tuned: bool = True
     """Whether `inductor` measures several kernels for each product: slower to compile, faster to run."""
+    capture: Capture | None = None
+    """What records captured steps; None: CUDA graphs, where there is a CUDA device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +97,13 @@ def require_backend(name: str) -> None:
     Raises:
         InvalidRequest: it is not; the message has the names that are.
     """
-    if name in (AUTO, NATIVE, EAGER):
+    if name in _BUILT_IN:
         return
     # Imported late: a service that stays eager starts faster without it.
     from torch._dynamo import list_backends
 
     if name not in list_backends(exclude_tags=()):
-        names = ", ".join((AUTO, NATIVE, EAGER, *sorted(list_backends())))  # not those for debugging PyTorch
+        names = ", ".join((*_BUILT_IN, *sorted(list_backends())))  # not those for debugging PyTorch
         raise InvalidRequest(
             f"compile_backend {name!r} is not registered here; there are {names}", field="compile_backend"
         )
@@ -109,7 +114,7 @@ def forward_pass(options: CompileOptions, source: GraphSource, make_eager: Calla
 
     Args:
         options: the name, which `require_backend` has let through, and what to compile; not `native`, which is a
-            worker of its own.
+            worker of its own. What `captured` records is the eager pass.
         source: the model, still whole.
         make_eager: the eager pass; it may take the model apart.
 
@@ -117,7 +122,7 @@ def forward_pass(options: CompileOptions, source: GraphSource, make_eager: Calla
         Unsupported: the backend cannot compile this model here.
         InvalidRequest: packages cannot be kept where they should.
     """
-    if options.backend in (AUTO, EAGER):
+    if options.backend in (AUTO, CAPTURED, EAGER):
         return make_eager()
     if not LlamaStack.fits(source.model):
         kind = source.model.config.model_type
@@ -214,14 +219,8 @@ def _graph_of(source: GraphSource) -> StepGraph:
 
 
 def _shown(missing: Sequence[int]) -> Iterator[int]:
-    """Goes through row counts to compile: under a progress bar in a terminal, with a log line each elsewhere."""
-    if sys.stderr.isatty():
-        yield from track(missing, "compiling step graphs", console=Console(file=sys.stderr), transient=True)
-        return
-    for index, num_rows in enumerate(missing):
-        progress = f"{index + 1}/{len(missing)}"
-        _log.info("compiling step graph %s (%d rows)", progress, num_rows, extra={"progress": progress})
-        yield num_rows
+    """Goes through row counts to compile."""
+    return shown(missing, "compiling step graphs", lambda num_rows: f"{num_rows} rows")
 
 
 @contextlib.contextmanager
@@ -232,8 +231,13 @@ def _told_in_one_line(backend: str) -> Iterator[None]:
     except InvalidRequest:
         raise
     except Exception as error:
-        cause = getattr(error, "inner_exception", error)  # PyTorch's own wrapping names the backend once more
-        lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
         raise Unsupported(
-            f"compile_backend {backend!r} cannot compile this model here: {lines[0].strip()}", field="compile_backend"
+            f"compile_backend {backend!r} cannot compile this model here: {first_line(error)}", field="compile_backend"
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a backend says, in one line."""
+    cause = getattr(error, "inner_exception", error)  # PyTorch's own wrapping names the backend once more
+    lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+    return lines[0].strip()

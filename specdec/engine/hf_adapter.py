@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.attention import ATTENTION_NAME, register_attention
 from specdec.engine.base import ModelShape, Worker
+from specdec.engine.captured import capture_steps, wants_capture
 from specdec.engine.compiled import AUTO, NATIVE, CompileOptions, GraphSource, forward_pass, require_backend
 from specdec.engine.int8_projection import Int8Projection
 from specdec.engine.kv_cache import KvCache, block_bytes
@@ -42,8 +43,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _CPU_SESSIONS = 64
 _CPU_SESSION_TOKENS = 2048
 _CPU_POOL_BYTES = 1 << 30
-# What a CUDA pool takes of the memory that is free once the weights are loaded.
+# What a CUDA pool takes of the memory that is free once the weights are loaded: captured steps keep their working
+# memory for good.
 _CUDA_FREE_SHARE = 0.9
+_CUDA_FREE_SHARE_CAPTURED = 0.8
 
 
 def load_worker(
@@ -66,17 +69,18 @@ def load_worker(
         kv_cache_bytes: bytes of the KV pool.
         num_kv_blocks: blocks of the KV pool, instead.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
-        compiling: what is compiled, here and now; None: the native kernels where they compute the model.
+        compiling: what is compiled or captured, here and now; None: the native kernels where they compute the model.
 
     Raises:
         InvalidRequest: no such checkpoint, device, dtype or compile backend, or no room for a single block.
         Unsupported: not a decoder-only model, attention that cannot be replaced, int8 elsewhere than on a CPU, or a
-            backend that cannot compile it.
+            backend that cannot compile or capture it.
     """
     compiling = compiling or CompileOptions()
     require_backend(compiling.backend)
     directory = locate_checkpoint(model)
     torch_device = _device(device)
+    is_captured = wants_capture(compiling, torch_device)
     is_int8 = dtype == "int8"
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -87,7 +91,8 @@ def load_worker(
     loaded.set_attn_implementation(ATTENTION_NAME)
     torch_dtype, shapes = loaded.dtype, [layer.shape for layer in layers]
     context = _model_context(loaded.config)
-    blocks = _pool_blocks(block_bytes(shapes, torch_dtype), context, torch_device, kv_cache_bytes, num_kv_blocks)
+    share = _CUDA_FREE_SHARE_CAPTURED if is_captured else _CUDA_FREE_SHARE
+    blocks = _pool_blocks(block_bytes(shapes, torch_dtype), context, torch_device, share, kv_cache_bytes, num_kv_blocks)
     shape = ModelShape(
         vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
         max_context_tokens=min(context, blocks * BLOCK_TOKENS),
@@ -98,13 +103,15 @@ def load_worker(
         dtype="int8" if is_int8 else str(torch_dtype).removeprefix("torch."),
         device=str(torch_device),
     )
-    cache = KvCache(shapes, num_blocks=blocks, dtype=torch_dtype, device=torch_device)
+    # The last block is the captured steps' own: what they store of padding.
+    cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=torch_dtype, device=torch_device)
     kinds = [layer.kind for layer in layers]
     if library := _native_library(compiling, loaded):
         return NativeRunner(library, loaded, cache, kinds, shape, is_int8=is_int8)
     source = GraphSource(loaded, kinds, cache, shape.model_fingerprint, shape.dtype)
     forward = forward_pass(compiling, source, partial(_forward_pass, loaded, is_int8))
-    return ModelRunner(forward, cache, kinds, shape, dtype=torch_dtype, device=torch_device)
+    recorded = capture_steps(compiling, source, forward, shape) if is_captured else None
+    return ModelRunner(forward, cache, kinds, shape, dtype=torch_dtype, device=torch_device, recorded=recorded)
 
 
 def _native_library(compiling: CompileOptions, model: PreTrainedModel) -> ctypes.CDLL | None:
@@ -252,6 +259,7 @@ def _pool_blocks(
     bytes_per_block: int,
     context: int,
     device: torch.device,
+    cuda_share: float,
     kv_cache_bytes: int | None,
     num_kv_blocks: int | None,
 ) -> int:
@@ -260,7 +268,7 @@ def _pool_blocks(
     elif kv_cache_bytes is not None:
         blocks = kv_cache_bytes // bytes_per_block
     elif device.type == "cuda":
-        blocks = int(torch.cuda.mem_get_info(device)[0] * _CUDA_FREE_SHARE) // bytes_per_block
+        blocks = int(torch.cuda.mem_get_info(device)[0] * cuda_share) // bytes_per_block
     else:
         wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
         # A model so wide that the cap holds no whole context still gets one.

@@ -9,7 +9,6 @@ Not here: futures and threads (`loop`), the choice of steps (`scheduler`). Calle
 from __future__ import annotations
 
 import collections.abc
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -21,6 +20,7 @@ import torch
 from specdec.engine.base import SequenceSlice
 from specdec.engine.block_manager import blocks_for
 from specdec.engine.sequence import Sequence
+from specdec.engine.step_logits import StepLogits
 from specdec.types import DrawRule, ProposeRequest, Round, TokenIds, VerifyRequest
 
 
@@ -125,7 +125,7 @@ def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> Sequen
     )
 
 
-def split_lawless(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], list[Job], torch.Tensor]:
+def split_lawless(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], list[Job], StepLogits]:
     """Takes out the jobs with a logit row that no law can be made of: NaN, infinite, or -inf throughout.
 
     Args:
@@ -135,9 +135,10 @@ def split_lawless(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], lis
     Returns:
         The jobs that stay, the others, and the rows of those that stay.
     """
-    has_law = [math.isfinite(maximum) for maximum in logits.amax(dim=-1).tolist()]  # [R]; a NaN is its row's maximum
+    read = StepLogits.read(logits)
+    has_law = read.has_law
     if all(has_law):
-        return jobs, [], logits
+        return jobs, [], read
     kept: list[Job] = []
     lawless: list[Job] = []
     rows: list[int] = []
@@ -150,17 +151,17 @@ def split_lawless(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], lis
             rows += own
         else:
             lawless.append(job)
-    return kept, lawless, logits[rows]
+    return kept, lawless, read.select(rows)
 
 
 class Program(Protocol):
     """What a service does with logits: the only place where draft and target differ."""
 
-    def advance(self, jobs: collections.abc.Sequence[Job], logits: torch.Tensor) -> None:
+    def advance(self, jobs: collections.abc.Sequence[Job], logits: StepLogits) -> None:
         """Appends a token to every job or finishes it. Runs on the device thread.
 
         Args:
             jobs: those whose tokens have all run.
-            logits: float32 [R, V]; the rows of job after job, `num_logit_rows` each.
+            logits: the rows of job after job, `num_logit_rows` each.
         """
         ...

@@ -57,6 +57,15 @@ class LayerKv:
         """The same for `length` tokens of one sequence whose blocks lie side by side, without copying."""
         return self.split(self.rows, 1, length, first_slot)
 
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the whole pool as keys and values, each [num_blocks, BLOCK_TOKENS, num_kv_heads, dim]."""
+        pages = self.rows.view(-1, BLOCK_TOKENS, self.shape.row_width)
+        keys, values = pages.split(
+            (self.shape.num_kv_heads * self.shape.key_dim, self.shape.num_kv_heads * self.shape.value_dim), dim=-1
+        )
+        heads = self.shape.num_kv_heads
+        return keys.unflatten(-1, (heads, self.shape.key_dim)), values.unflatten(-1, (heads, self.shape.value_dim))
+
     def split(
         self, rows: torch.Tensor, batch: int, length: int, first_row: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:

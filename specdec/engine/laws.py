@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.engine.step_logits import StepLogits
+from specdec.engine.transfer import to_device
 from specdec.types import LawParams
 
 MemberT = TypeVar("MemberT")
@@ -73,19 +75,17 @@ def split_batches(
     return batches
 
 
-def greedy_choices(logits: torch.Tensor, contexts: Sequence[LawContext]) -> list[int]:
+def greedy_choices(logits: StepLogits, contexts: Sequence[LawContext]) -> list[int]:
     """The likeliest token of each row after bias, penalties and masks; ties go to the lower id.
 
     Args:
-        logits: float32 [R, V].
+        logits: R rows.
         contexts: R contexts; temperature, top-k, top-p and min-p cannot change the answer and are not looked at.
     """
-    # NumPy's takes an eighth of the time of PyTorch's on a CPU.
-    likeliest_ids = logits.numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
-    choices: list[int] = likeliest_ids.tolist()
     touched = [row for row, context in enumerate(contexts) if context.changes_logits]
+    choices = list(logits.likeliest_ids)
     if touched:
-        scores = logits[touched].to(torch.float64)  # [N, V]
+        scores = logits.select(touched).values.to(torch.float64)  # [N, V]
         _process_logits(scores, [contexts[row] for row in touched])
         for row, choice in zip(touched, scores.argmax(dim=-1).tolist(), strict=True):
             choices[row] = choice
@@ -116,13 +116,17 @@ def filtered_laws(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch
     cut = sorted(set(range(len(params))) - set(greedy) - set(dense))
     if len(dense) == len(params):
         return _dense_laws(scores, params)
+    if len(cut) == len(params):
+        return _cut_laws(scores, params)
     laws = torch.zeros_like(scores)
     if greedy:
         laws[greedy, scores[greedy].argmax(dim=-1)] = 1.0
     if dense:
-        laws[dense] = _dense_laws(scores[dense], [params[row] for row in dense])
+        index = to_device(dense, scores.device, torch.int64)
+        laws[index] = _dense_laws(scores[index], [params[row] for row in dense])
     if cut:
-        laws[cut] = _cut_laws(scores[cut], [params[row] for row in cut])
+        index = to_device(cut, scores.device, torch.int64)
+        laws[index] = _cut_laws(scores[index], [params[row] for row in cut])
     return laws
 
 
@@ -169,12 +173,13 @@ def row_and_column(
     pairs = list(ids_by_row)
     rows = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
     columns = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in pairs])
-    return torch.as_tensor(rows, device=scores.device), torch.as_tensor(columns, device=scores.device)
+    device = scores.device
+    return to_device(rows, device, torch.int64), to_device(columns, device, torch.int64)
 
 
 def _column(scores: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
     """float64 values, one a row or an entry, beside `scores`."""
-    return torch.tensor(list(values), dtype=torch.float64, device=scores.device)
+    return to_device(list(values), scores.device, torch.float64)
 
 
 def _weights(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor:
@@ -208,10 +213,15 @@ def _cut_laws(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor
         _cut_rows(laws, scores, params, limited, max(params[row].top_k for row in limited))
     num_candidates = min(num_tokens, _FIRST_CANDIDATES)
     if nucleus:
-        totals = _weights(scores[nucleus], [params[row] for row in nucleus]).sum(dim=-1)
+        index = to_device(nucleus, scores.device, torch.int64)
+        totals = _weights(scores[index], [params[row] for row in nucleus]).sum(dim=-1)
     while nucleus:
-        short = _cut_rows(laws, scores, params, nucleus, num_candidates, totals)
-        nucleus, totals = [nucleus[index] for index in short], totals[short]
+        is_short = _cut_rows(laws, scores, params, nucleus, num_candidates, totals)
+        if num_candidates == num_tokens:
+            break
+        short = [index for index, row_is_short in enumerate(is_short.tolist()) if row_is_short]
+        nucleus = [nucleus[index] for index in short]
+        totals = totals[to_device(short, scores.device, torch.int64)]
         num_candidates = min(num_tokens, num_candidates * _CANDIDATE_GROWTH)
     return laws
 
@@ -223,7 +233,7 @@ def _cut_rows(
     rows: list[int],
     num_candidates: int,
     totals: torch.Tensor | None = None,
-) -> list[int]:
+) -> torch.Tensor:
     """Writes the laws of `rows` from their likeliest `num_candidates` tokens.
 
     Args:
@@ -235,13 +245,14 @@ def _cut_rows(
         totals: float64 [M], the weight that top-p is a share of; None: that of the tokens top-k left.
 
     Returns:
-        Indices into `rows` whose top-p reaches past the candidates: their laws are not right yet.
+        bool [M]: whether top-p reaches past the candidates; unless those were all tokens, the law is not right yet.
     """
     chosen = [params[row] for row in rows]
-    values, ids = likeliest(scores[rows], num_candidates, floor=-torch.inf)  # [M, K]
+    index = to_device(rows, scores.device, torch.int64)
+    values, ids = likeliest(scores[index], num_candidates, floor=-torch.inf)  # [M, K]
     weights = _weights(values, chosen)
     if totals is None:
-        limits = torch.tensor([law.top_k for law in chosen], device=scores.device)
+        limits = to_device([law.top_k for law in chosen], scores.device, torch.int64)
         weights[torch.arange(num_candidates, device=scores.device) >= limits[:, None]] = 0.0
         totals = weights.sum(dim=-1)
     # Top-p 1 is off: rounding in the sums must not cut a tail.
@@ -250,8 +261,8 @@ def _cut_rows(
     is_short = (reach[:, -1] < bounds) & torch.isfinite(bounds)
     weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0
     _apply_min_p(weights, chosen)
-    laws[torch.tensor(rows, device=scores.device)[:, None], ids] = weights / weights.sum(dim=-1, keepdim=True)
-    return is_short.nonzero()[:, 0].tolist() if num_candidates < scores.shape[-1] else []
+    laws[index[:, None], ids] = weights / weights.sum(dim=-1, keepdim=True)
+    return is_short
 
 
 def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,15 +279,30 @@ def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Te
     if num >= values.shape[-1]:
         return torch.sort(values, dim=-1, descending=True, stable=True)
     top, ids = torch.topk(values, num + 1, dim=-1)
-    # topk takes any of the entries that tie at the cut; such rows are taken again.
-    is_tied = (top[:, num - 1] == top[:, num]) & (top[:, num] > floor)
-    ids = ids[:, :num]
-    if is_tied.any():
-        rows = values[is_tied]
-        cut = top[is_tied, num][:, None]
-        above, at_cut = rows > cut, rows == cut
-        taken = above | (at_cut & (at_cut.cumsum(dim=-1) <= num - above.sum(dim=-1, keepdim=True)))
-        ids[is_tied] = taken.nonzero()[:, 1].view(-1, num)
-    ids = ids.sort(dim=-1).values
+    cuts, next_values = top[:, num - 1], top[:, num]
+    # topk takes any of the entries that tie at the cut. To find out whether one does would wait for an accelerator.
+    if values.device.type != "cpu" or ((cuts == next_values) & (cuts > floor)).any():
+        ids = _ids_from(values, cuts, num)
+    else:
+        ids = ids[:, :num].sort(dim=-1).values
     ordered, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return ordered, ids.gather(-1, order)
+
+
+def _ids_from(values: torch.Tensor, cuts: torch.Tensor, num: int) -> torch.Tensor:
+    """The ids of each row's `num` largest, ascending; of those that equal the smallest of them, the lower ids.
+
+    Args:
+        values: float [N, V].
+        cuts: float [N]: the `num`-th largest of each row.
+        num: 1..V.
+
+    Returns:
+        int64 [N, num].
+    """
+    above, at_cut = values > cuts[:, None], values == cuts[:, None]
+    taken = above | (at_cut & (at_cut.cumsum(dim=-1) <= num - above.sum(dim=-1, keepdim=True)))
+    # Each taken id to the place of its rank, the others to one place more.
+    places = torch.where(taken, taken.cumsum(dim=-1) - 1, num)
+    ids = torch.arange(values.shape[-1], device=values.device).expand_as(places)
+    return ids.new_zeros(len(values), num + 1).scatter_(1, places, ids)[:, :num]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import embedding, rms_norm
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from specdec.engine.attention import PagedContext
+from specdec.engine.attention import RowContext
 from specdec.engine.batch import StepBatch
 from specdec.engine.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 
@@ -50,7 +50,7 @@ class LlamaStack:
                 return False
         return model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim
 
-    def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
+    def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
         hidden = embedding(batch.token_ids[0], self._embedding)  # [T, hidden]
         cos, sin = self._rotary(hidden, batch.position_ids)  # [1, T, head_dim]
         half = sin.shape[-1] // 2
@@ -108,7 +108,7 @@ class _Layer:
             self._qk_norm = _RmsNorm(attention.q_norm, gains)
 
     def __call__(
-        self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, context: PagedContext
+        self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, context: RowContext
     ) -> torch.Tensor:
         tokens, heads, kv_heads, dim = hidden.shape[0], self._num_heads, self._num_kv_heads, self._head_dim
         qkv = self._qkv.forward(self._attention_norm(hidden))

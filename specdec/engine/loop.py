@@ -368,12 +368,12 @@ class EngineLoop:
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
             job.step_began_s, job.step_tokens = began_s, step_tokens
-        ready, lawless, logits = split_lawless([job for job in jobs if not job.num_pending], logits)
+        ready, lawless, read = split_lawless([job for job in jobs if not job.num_pending], logits)
         for job in lawless:
             _log.error("the model gave no finite logits for session %s", job.sequence.session_id)
             self._fail(job, "the model gave no finite logits; the session's KV was dropped")
         if ready:
-            self._program.advance(ready, logits)
+            self._program.advance(ready, read)
         if any(job.answer is None and not job.num_pending for job in ready):
             raise RuntimeError("the program neither finished a job nor went on with it")
         # Last, and not after a chunk that asked for no logits: until they are read nobody knows that a pass was good.

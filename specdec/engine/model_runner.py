@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from specdec.engine.attention import PagedContext
-from specdec.engine.base import ModelShape, StepPlan
+from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
 from specdec.engine.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.kv_cache import KvCache
 
@@ -22,6 +22,14 @@ class ForwardPass(Protocol):
 
     def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
         """Logits [R, rows of the model's head] of `batch.logit_rows`, in the model's dtype."""
+        ...
+
+
+class RecordedSteps(Protocol):
+    """Steps that need not be laid out to be run."""
+
+    def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        """[R, vocabulary_size] logits in the model's dtype, valid until the next step; None: not one of those."""
         ...
 
 
@@ -54,8 +62,11 @@ class ModelRunner:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        recorded: RecordedSteps | None = None,
     ) -> None:
+        """`recorded`: asked first; what it does not take goes to `forward`."""
         self.shape = shape
+        self._recorded = recorded
         self._forward = forward
         self._cache = cache
         self._kinds = tuple(dict.fromkeys(layer_kinds))
@@ -68,8 +79,10 @@ class ModelRunner:
         with torch.inference_mode():
             if plan.block_copies:
                 self._cache.copy_blocks(plan.block_copies)
-            batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
-            context = PagedContext(batch, self._cache, self._kind_of_layer)
-            logits = self._forward(batch, context)[:, : self.shape.vocabulary_size]
+            logits = None if self._recorded is None else self._recorded.run(plan.slices)
+            if logits is None:
+                batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
+                context = PagedContext(batch, self._cache, self._kind_of_layer)
+                logits = self._forward(batch, context)[:, : self.shape.vocabulary_size]
         # Copied outside inference mode: callers may write into what they get.
         return logits.to(torch.float32, copy=True)

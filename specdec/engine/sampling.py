@@ -25,6 +25,7 @@ from specdec.engine.laws import (
     row_and_column,
     split_batches,
 )
+from specdec.engine.transfer import to_device, to_host
 from specdec.types import LawRow, LogitRow, Support, TokenIds
 
 __all__ = [
@@ -77,12 +78,11 @@ def cut_supports(laws: torch.Tensor, s_max: int, coverage: float = DEFAULT_COVER
         return [_cut_by_mass(law, s_max, coverage) for law in laws.numpy()]
     first = min(s_max, _FIRST_CANDIDATES)
     candidates = likeliest(laws, first, floor=0.0)
-    masses, ids = (tensor.cpu().numpy() for tensor in candidates)  # [R, first]
+    masses, ids = to_host(*candidates)  # [R, first]
     short = np.flatnonzero(masses.sum(axis=-1) < coverage) if first < s_max else np.empty(0, dtype=np.int64)
     supports = [support_of_likeliest(ids[row], masses[row], coverage) for row in range(len(masses))]
     if len(short):
-        candidates = likeliest(laws[torch.as_tensor(short, device=laws.device)], s_max, floor=0.0)
-        masses, ids = (tensor.cpu().numpy() for tensor in candidates)
+        masses, ids = to_host(*likeliest(laws[to_device(short, laws.device, torch.int64)], s_max, floor=0.0))
         for index, row in enumerate(short):
             supports[row] = support_of_likeliest(ids[index], masses[index], coverage)
     return supports
@@ -117,7 +117,6 @@ def law_rows(laws: torch.Tensor, support_ids: Sequence[TokenIds], tail_uniforms:
     """
     num_rows, num_tokens = laws.shape
     where = row_and_column(laws, list(enumerate(support_ids)))
-    on_support = np.split(laws[where].cpu().numpy(), np.cumsum([len(ids) for ids in support_ids])[:-1])
     # Sums per block, then inside the one block that is hit: one reading of the row, and a running sum on the host
     # that never rises over a token of mass 0, which a parallel scan does not promise.
     num_blocks = -(-num_tokens // _TAIL_BLOCK)
@@ -125,14 +124,15 @@ def law_rows(laws: torch.Tensor, support_ids: Sequence[TokenIds], tail_uniforms:
     outside[:, :num_tokens] = laws
     outside[where] = 0.0
     blocks = outside.view(num_rows, num_blocks, _TAIL_BLOCK)
-    block_masses = blocks.sum(dim=-1).cpu().numpy()  # [R, num_blocks]
+    on_supports, block_masses = to_host(laws[where], blocks.sum(dim=-1))  # [all supports], [R, num_blocks]
+    on_support = np.split(on_supports, np.cumsum([len(ids) for ids in support_ids])[:-1])
     rests = block_masses.cumsum(axis=-1)[:, -1]
     hits = [
         locate_uniform(block_masses[row], tail_uniforms[row]) if rests[row] > 0.0 else (0, 0.0)
         for row in range(num_rows)
     ]
-    hit_blocks = torch.tensor([block for block, _ in hits], device=laws.device)
-    inside = blocks[torch.arange(num_rows, device=laws.device), hit_blocks].cpu().numpy()  # [R, _TAIL_BLOCK]
+    hit_blocks = to_device([block for block, _ in hits], laws.device, torch.int64)
+    (inside,) = to_host(blocks[torch.arange(num_rows, device=laws.device), hit_blocks])  # [R, _TAIL_BLOCK]
     rows = []
     for row, (block, point) in enumerate(hits):
         weights = integer_weights(on_support[row], float(rests[row]))
@@ -162,12 +162,11 @@ def coupled_choices(
     """
     keys = _noise_keys(seeds, turns, positions, laws.device)
     rows, ids = _possible_winners(laws, keys)
-    scores = _entry_scores(laws, keys, rows, ids).cpu().numpy()
-    rows, ids = rows.cpu().numpy(), ids.cpu().numpy()
-    first = np.searchsorted(rows, np.arange(len(laws) + 1))
-    choices = [int(ids[start + np.argmax(scores[start:end])]) for start, end in pairwise(first)]
-    chosen = torch.tensor(choices, device=laws.device)[:, None]
-    return choices, laws.gather(-1, chosen)[:, 0].tolist()
+    entries = to_host(rows, ids, _entry_scores(laws, keys, rows, ids), laws[rows, ids])
+    row_of, id_of, scores, probabilities = entries
+    first = np.searchsorted(row_of, np.arange(len(laws) + 1))
+    winners = [start + int(np.argmax(scores[start:end])) for start, end in pairwise(first)]
+    return id_of[winners].tolist(), probabilities[winners].tolist()
 
 
 def coupled_scores(
@@ -287,19 +286,21 @@ def logit_rows(
     """
     num_rows = len(logits)
     where = row_and_column(logits, list(enumerate(support_ids)))
-    on_support = np.split(logits[where].cpu().numpy(), np.cumsum([len(ids) for ids in support_ids])[:-1])
-    tails = torch.tensor(tail_ids, device=logits.device)
-    tail_logits = logits[torch.arange(num_rows, device=logits.device), tails.clamp(min=0)].tolist()
-    logsumexps = logits.to(torch.float64).logsumexp(dim=-1).tolist()
-    if num_logprobs:
-        top_logits, top_ids = (t.cpu().numpy() for t in likeliest(logits, num_logprobs, floor=-torch.inf))
-    else:
-        top_logits, top_ids = np.empty((num_rows, 0), dtype=np.float32), np.empty((num_rows, 0), dtype=np.int64)
+    tails = to_device(tail_ids, logits.device, torch.int64).clamp(min=0)
+    top = likeliest(logits, num_logprobs, floor=-torch.inf) if num_logprobs else ()
+    on_supports, tail_logits, logsumexps, *tops = to_host(
+        logits[where],
+        logits[torch.arange(num_rows, device=logits.device), tails],
+        logits.to(torch.float64).logsumexp(dim=-1),
+        *top,
+    )
+    on_support = np.split(on_supports, np.cumsum([len(ids) for ids in support_ids])[:-1])
+    top_logits, top_ids = tops or (np.empty((num_rows, 0), np.float32), np.empty((num_rows, 0), np.int64))
     return [
         LogitRow(
             support_logits=on_support[row],
-            tail_logit=tail_logits[row] if tail_ids[row] >= 0 else 0.0,
-            logsumexp=logsumexps[row],
+            tail_logit=float(tail_logits[row]) if tail_ids[row] >= 0 else 0.0,
+            logsumexp=float(logsumexps[row]),
             top_token_ids=top_ids[row].astype(np.uint32),
             top_logits=top_logits[row],
         )

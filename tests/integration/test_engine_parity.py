@@ -18,13 +18,16 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.compiled import CompileOptions
 from specdec.engine.hf_adapter import load_worker
 from specdec.types import BLOCK_TOKENS
+from tests.captured_rig import CountedCapture
 from tests.tiny_models import ARCHITECTURES, build_tiny_model
 
 VOCABULARY_SIZE = 96
 PADDED_ROWS = 8
 NUM_BLOCKS = 64
 BLOCKS_PER_SEQUENCE = 8
-NATIVE_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+LLAMA_SHAPED = ("llama", "qwen2", "qwen3", "mistral")
+#: Of captured steps: of the chunk lengths 7 is padded to 9, and 17 and 40 run eagerly.
+WIDTHS = (1, 2, 3, 5, 9)
 CHUNK_LENGTHS = (1, 1, 2, 5, 7, 17, 40)
 #: A padded row of the embedding, so no token of the vocabulary; its keys and values are NaN in every layer.
 NAN_TOKEN_ID = VOCABULARY_SIZE + 1
@@ -35,6 +38,7 @@ class Case:
 
     def __init__(self, directory: Path, architecture: str, compile_backend: str) -> None:
         self.directory = directory
+        self.capture = CountedCapture() if compile_backend == "captured" else None
         # 24, Qwen 3's width here otherwise, is one that the native kernels do not take.
         overrides = {"head_dim": 32} if (architecture, compile_backend) == ("qwen3", "native") else {}
         build_tiny_model(
@@ -55,7 +59,7 @@ class Case:
             device="cpu",
             dtype="float32",
             num_kv_blocks=NUM_BLOCKS,
-            compiling=CompileOptions(compile_backend),
+            compiling=CompileOptions(compile_backend, WIDTHS, capture=self.capture),
         )
         ids = list(range(NUM_BLOCKS))
         random.Random(7).shuffle(ids)
@@ -72,7 +76,8 @@ class Case:
     scope="module",
     params=[
         *((architecture, "eager") for architecture in ARCHITECTURES),
-        *((architecture, "native") for architecture in NATIVE_ARCHITECTURES),
+        *((architecture, "native") for architecture in LLAMA_SHAPED),
+        *((architecture, "captured") for architecture in LLAMA_SHAPED),
     ],
     ids="-".join,
 )
@@ -80,7 +85,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     architecture, compile_backend = request.param
-    yield Case(tmp_path_factory.mktemp(architecture), architecture, compile_backend)
+    case = Case(tmp_path_factory.mktemp(architecture), architecture, compile_backend)
+    yield case
+    assert case.capture is None or case.capture.num_replays > 0
     torch.set_num_threads(threads)
 
 

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
+from specdec.engine.compiled import CompileOptions, row_counts
 from specdec.engine.hf_adapter import load_worker
 from specdec.types import LawParams, Mode
 from target_service.verifier import Verifier
+from tests.captured_rig import CountedCapture
 from tests.round_driver import RoundDriver
 from tests.tiny_models import build_tiny_pair
 
@@ -56,12 +58,24 @@ def pair(request, tmp_path_factory) -> _Pair:
 
 
 async def _outputs(
-    pair: _Pair, *, together: bool, predraft: Predraft, num_kv_blocks: int = 200
+    pair: _Pair,
+    *,
+    together: bool,
+    predraft: Predraft,
+    num_kv_blocks: int = 200,
+    compiling: CompileOptions | None = None,
 ) -> tuple[list[list[int]], float]:
     """What every prompt's session emits, and alpha."""
     proposer, verifier = (
         engine(
-            load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=num_kv_blocks, num_threads=1),
+            load_worker(
+                str(path),
+                device="cpu",
+                dtype="float32",
+                num_kv_blocks=num_kv_blocks,
+                num_threads=1,
+                compiling=compiling,
+            ),
             max_step_tokens=40,
         )
         for engine, path in ((partial(Proposer, predraft=predraft), pair.draft), (Verifier, pair.target))
@@ -103,6 +117,14 @@ async def test_greedy_rounds_reproduce_generate(pair, together, predraft):
 async def test_greedy_rounds_reproduce_generate_while_sessions_evict_each_other(pair, predraft):
     outputs, _ = await _outputs(pair, together=True, predraft=predraft, num_kv_blocks=16)
     _assert_same_but_for_ties(pair, outputs)
+
+
+async def test_greedy_rounds_through_captured_steps_reproduce_generate(pair):
+    capture = CountedCapture()
+    compiling = CompileOptions("captured", row_counts(9), capture=capture)
+    outputs, _ = await _outputs(pair, together=True, predraft=Predraft.ON, compiling=compiling)
+    _assert_same_but_for_ties(pair, outputs)
+    assert capture.num_replays > NUM_TOKENS
 
 
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.REJECTION])

@@ -11,6 +11,7 @@ from transformers.generation import logits_process as hf
 
 from specdec.core.filters import filtered_law, processed_logits
 from specdec.engine.sampling import LawContext, filtered_laws, greedy_choices
+from specdec.engine.step_logits import StepLogits
 from specdec.types import LawParams
 
 V = 200
@@ -145,7 +146,7 @@ def test_the_torch_twin_equals_the_reference_on_a_batch_of_every_filter() -> Non
         expected = [filtered_law(logits[row], law, histories[row], OUTPUT_START) for row, law in enumerate(params)]
         np.testing.assert_allclose(laws, expected, rtol=0, atol=1e-14)
         np.testing.assert_array_equal(logits, before)
-        choices = greedy_choices(torch.tensor(logits), contexts)
+        choices = greedy_choices(StepLogits.read(torch.tensor(logits)), contexts)
         assert choices == [
             int(processed_logits(logits[row], law, histories[row], OUTPUT_START).argmax())
             for row, law in enumerate(params)

@@ -1,0 +1,86 @@
+"""How often a step waits for the device, as docs/performance.md says it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.sampling import LawContext, cut_supports, filtered_laws, greedy_choices, law_rows
+from specdec.engine.step_logits import StepLogits
+from specdec.types import LawParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine: no wait was counted"),
+]
+NUM_ROWS, NUM_TOKENS, S_MAX = 5, 32_000, 64
+SUPPORTS = [np.arange(row, row + S_MAX, dtype=np.uint32) for row in range(NUM_ROWS)]
+GREEDY = LawParams(temperature=0.0)
+LAWS = {
+    "no filter": LawParams(temperature=0.7),
+    "top-k": LawParams(temperature=0.7, top_k=50, top_p=0.95),
+    "top-p": LawParams(top_p=0.9),
+}
+
+
+def num_waits(action: Callable[[], object]) -> int:
+    action()  # what is loaded or allocated once
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            action()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in seen)
+
+
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    rows = torch.randn(NUM_ROWS, NUM_TOKENS, generator=torch.Generator().manual_seed(1)) * 6
+    return rows.to("cuda")
+
+
+def contexts(law: LawParams) -> list[LawContext]:
+    return [LawContext(law, [], 0)] * NUM_ROWS
+
+
+def test_a_greedy_step_waits_once(logits: torch.Tensor) -> None:
+    assert num_waits(lambda: greedy_choices(StepLogits.read(logits), contexts(GREEDY))) == 1
+
+
+@pytest.mark.parametrize(("filters", "expected"), [("no filter", 2), ("top-k", 2), ("top-p", 3)])
+def test_a_sampled_draft_step_waits_for_what_is_read(filters: str, expected: int, logits: torch.Tensor) -> None:
+    def step() -> None:
+        read = StepLogits.read(logits)
+        cut_supports(filtered_laws(read.values, contexts(LAWS[filters])), S_MAX)
+
+    assert num_waits(step) == expected
+
+
+@pytest.mark.parametrize(("filters", "expected"), [("no filter", 3), ("top-k", 3), ("top-p", 4)])
+def test_a_sampled_verification_waits_for_what_is_read(filters: str, expected: int, logits: torch.Tensor) -> None:
+    def step() -> None:
+        read = StepLogits.read(logits)
+        law_rows(filtered_laws(read.values, contexts(LAWS[filters])), SUPPORTS, [0.5] * NUM_ROWS)
+
+    assert num_waits(step) == expected
+
+
+@pytest.mark.parametrize("filters", LAWS)
+def test_laws_supports_and_rows_are_those_of_the_cpu(filters: str, logits: torch.Tensor) -> None:
+    tied = logits.round()
+    laws = filtered_laws(tied, contexts(LAWS[filters]))
+    expected = filtered_laws(tied.cpu(), contexts(LAWS[filters]))
+    torch.testing.assert_close(laws.cpu(), expected, rtol=0, atol=1e-12)
+    for (here, lost_here), (there, lost_there) in zip(
+        cut_supports(expected.to("cuda"), S_MAX), cut_supports(expected, S_MAX), strict=True
+    ):
+        np.testing.assert_array_equal(here.token_ids, there.token_ids)
+        np.testing.assert_array_equal(here.weights, there.weights)
+        assert lost_here == pytest.approx(lost_there, abs=1e-12)

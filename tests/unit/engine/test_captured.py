@@ -1,0 +1,328 @@
+"""Captured steps without a device: padding, company, block tables, and what happens where capturing fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.engine.base import StepPlan
+from specdec.engine.kv_cache import KvCache
+from specdec.errors import Unsupported
+from specdec.types import BLOCK_TOKENS
+from tests.captured_rig import (
+    MIXED_LAYERS,
+    NAN_TOKEN_ID,
+    NUM_BLOCKS,
+    CountedCapture,
+    Pair,
+    build,
+    check_ragged_steps,
+    load,
+    piece,
+    random_tokens,
+    record_on_tape,
+)
+from tests.tiny_models import build_tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with and without a window, whose heads native kernels do not take."""
+    return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=MIXED_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def pair(mixed: Path) -> Pair:
+    return Pair(mixed)
+
+
+def test_steps_of_any_mixture_equal_eager_ones(pair: Pair) -> None:
+    check_ragged_steps(pair)
+
+
+def test_nothing_of_a_step_is_in_its_recording(tmp_path: Path) -> None:
+    """Recordings are made of padding; replayed as a CUDA graph is, they compute whatever lies in the buffers."""
+    model = build("qwen3", tmp_path, config_overrides=MIXED_LAYERS | {"max_position_embeddings": 160})
+    pair = Pair(model, capture=record_on_tape, widths=(1, 3))
+    one, two = random_tokens(14, 120), random_tokens(15, 120)
+    pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), is_captured=False)
+    ends = [40, 9]
+    for widths in ((3, 1), (2, 3), (1, 0), (3, 3), (0, 2), (1, 1), (3, 2), (2, 3), (3, 3)):
+        slices = []
+        for index, (tokens, width) in enumerate(zip((one, two), widths, strict=True)):
+            if width:
+                table = pair.tables[index]
+                slices.append(piece(tokens, ends[index], ends[index] + width, table, width))
+            ends[index] += width
+        pair.run(*slices)
+
+
+def test_the_tape_refuses_what_a_recording_cannot_do() -> None:
+    """Negative control."""
+    numbers, output = torch.ones(3), torch.zeros(3)
+    impossible: tuple[Callable[[], Any], ...] = (
+        lambda: output.fill_(float(numbers.sum())),
+        lambda: output.zero_() if (numbers > 0).all() else None,
+        lambda: output[:1].copy_(numbers[numbers > 0][:1]),
+        lambda: output.copy_(numbers[[0, 1, 2]]),
+    )
+    for step in impossible:
+        with pytest.raises(RuntimeError, match="cannot be recorded"):
+            record_on_tape(step)
+    factor = 2
+
+    def step_with_a_number_of_the_host() -> None:
+        torch.mul(numbers + numbers, factor, out=output)
+
+    replay = record_on_tape(step_with_a_number_of_the_host)
+    factor = 1000
+    numbers.fill_(5.0)
+    replay()
+    assert output.tolist() == [20.0] * 3
+
+
+def test_steps_no_bucket_holds_run_eagerly_and_share_the_cache(pair: Pair) -> None:
+    left, right = random_tokens(3, 100), random_tokens(4, 100)
+    pair.run(piece(left, 0, 40, pair.tables[0], 1), piece(right, 0, 33, pair.tables[1], 1), is_captured=False)
+    pair.run(piece(left, 40, 45, pair.tables[0], 5), piece(right, 33, 34, pair.tables[1], 1))
+    pair.run(piece(left, 45, 51, pair.tables[0], 6), is_captured=False)
+    pair.run(*[piece(right, 34, 35, pair.tables[1], 1)] * 65, is_captured=False)  # nobody has 65 sequences
+    pair.run(piece(left, 51, 54, pair.tables[0], 3))
+
+
+def test_a_step_writes_its_own_slots_and_the_scratch_block_alone(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[KvCache] = []
+
+    def watched(*arguments: Any, **options: Any) -> KvCache:
+        caches.append(KvCache(*arguments, **options))
+        return caches[-1]
+
+    monkeypatch.setattr("specdec.engine.hf_adapter.KvCache", watched)
+    worker = load(mixed, capture=CountedCapture())
+    (cache,) = caches
+    assert (worker.shape.num_kv_blocks, cache.num_blocks) == (NUM_BLOCKS, NUM_BLOCKS + 1)
+    for layer in cache.layers:
+        layer.rows.fill_(7.0)
+    tokens = random_tokens(5, 40)
+    # Three sequences in the place of four, of one and two rows in the place of three.
+    slices = (
+        piece(tokens, 20, 21, (4, 9), 1),
+        piece(tokens, 30, 32, (11, 3), 2),
+        piece(tokens, 14, 17, (20, 30), 3),
+    )
+    worker.execute(StepPlan(slices))
+    written = {9 * BLOCK_TOKENS + 4, 3 * BLOCK_TOKENS + 14, 3 * BLOCK_TOKENS + 15, 20 * BLOCK_TOKENS + 14,
+               20 * BLOCK_TOKENS + 15}  # fmt: skip
+    written |= {30 * BLOCK_TOKENS + offset for offset in range(BLOCK_TOKENS)}  # opened, so cleared first
+    for layer in cache.layers:
+        changed = {slot for slot, row in enumerate(layer.rows) if not (row == 7.0).all()}
+        assert {slot for slot in changed if slot < NUM_BLOCKS * BLOCK_TOKENS} == written
+
+
+def test_a_row_is_the_same_in_any_company(pair: Pair) -> None:
+    tokens, others = random_tokens(6, 60), random_tokens(7, 600)
+    for worker in (pair.eager, pair.captured):
+        worker.execute(StepPlan((piece(tokens, 0, 40, pair.tables[1], 0),)))
+        worker.execute(StepPlan((piece(others, 0, 560, pair.tables[0], 0),)))
+    alone = pair.run(piece(tokens, 40, 42, pair.tables[1], 2))
+    for num_rows in (1, 4):
+        step = (piece(others, 560, 560 + num_rows, pair.tables[0], 1), piece(tokens, 40, 42, pair.tables[1], 2))
+        torch.testing.assert_close(pair.run(*step)[1:], alone, rtol=0, atol=1e-5)
+
+
+def test_nan_of_a_former_owner_or_of_company_reaches_nobody(pair: Pair) -> None:
+    one, two = random_tokens(8, 60), random_tokens(9, 60)
+    for table in pair.tables[1:3]:
+        poisoned = pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), is_captured=False)
+        assert poisoned.isnan().all()
+    for start in range(0, 60, 3):
+        # The sequence of NaN also leaves them in padding, whose keys lie in the scratch block.
+        poison = piece([NAN_TOKEN_ID] * 60, start, start + 1, pair.tables[3], 1)
+        first = piece(one, start, start + 3, pair.tables[1], 3)
+        logits = pair.run(first, piece(two, start, start + 2, pair.tables[2], 2), poison)
+        assert logits[:5].isfinite().all()
+        pair.run(piece(two, start + 2, start + 3, pair.tables[2], 1))
+
+
+def test_what_a_worker_returned_is_not_changed_by_its_next_step(pair: Pair) -> None:
+    tokens = random_tokens(10, 20)
+    first = pair.run(piece(tokens, 0, 3, pair.tables[0], 3))
+    kept = first.clone()
+    pair.run(piece(tokens, 3, 6, pair.tables[0], 3))
+    assert torch.equal(first, kept)
+
+
+def failing(_: Callable[[], None]) -> Callable[[], None]:
+    raise RuntimeError("operation not permitted when stream is capturing\nand much more")
+
+
+def specdec_records(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name.startswith("specdec")]
+
+
+def test_by_default_a_capture_that_fails_is_one_warning_and_an_eager_worker(
+    mixed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no compiler: the native kernels would be compiled first, and do not fit anyway
+    worker = load(mixed, "auto", capture=failing)
+    warnings = [message for level, message in specdec_records(caplog) if level == "WARNING"]
+    assert len([message for message in warnings if "captur" in message]) == 1
+    assert "operation not permitted when stream is capturing; they run eagerly" in caplog.text
+    assert "much more" not in caplog.text
+    step = StepPlan((piece(random_tokens(11, 3), 0, 3, (5,), 3),))
+    torch.testing.assert_close(worker.execute(step), load(mixed, "eager").execute(step), rtol=0, atol=0)
+
+
+def test_by_name_a_capture_that_fails_is_one_error(mixed: Path) -> None:
+    with pytest.raises(Unsupported, match=r"cannot be captured here: operation not permitted .* capturing$") as raised:
+        load(mixed, capture=failing)
+    assert raised.value.field == "compile_backend"
+
+
+def test_by_name_captured_steps_need_a_cuda_device(mixed: Path) -> None:
+    with pytest.raises(Unsupported, match="captured steps need a CUDA device, not cpu") as raised:
+        load(mixed)
+    assert raised.value.field == "compile_backend"
+
+
+def test_a_model_of_another_shape_is_refused_by_name_and_runs_eagerly_by_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    model = build_tiny_model("gpt2", tmp_path, num_layers=1)
+    with pytest.raises(Unsupported, match="type gpt2 has no captured steps"):
+        load(model, capture=CountedCapture())
+    worker = load(model, "auto", capture=CountedCapture())
+    assert "type gpt2 has no captured steps: it runs eagerly" in caplog.text
+    assert worker.execute(StepPlan((piece([2, 3], 0, 2, (5,), 2),))).shape == (2, 256)
+
+
+def test_what_finds_no_memory_stays_eager_and_the_rest_is_captured(
+    mixed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    direct = CountedCapture()
+    attempts = []
+
+    def cramped(step: Callable[[], None]) -> Callable[[], None]:
+        attempts.append(step)
+        if 1 < len(attempts) <= 7:  # the first is the trial of varlen attention; then the six of 64 sequences
+            raise torch.OutOfMemoryError("no room")
+        return direct(step)
+
+    pair = Pair(mixed)
+    pair.captured, pair.capture = load(mixed, capture=cramped), direct
+    assert f"captured {len(attempts) - 7} of {len(attempts) - 1} step graphs with gathered attention" in caplog.text
+    one = piece(random_tokens(12, 1), 0, 1, pair.tables[0], 1)
+    pair.run(*[one] * 32)
+    pair.run(*[one] * 33, is_captured=False)
+
+
+def test_capturing_shows_its_progress(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    load(mixed, capture=CountedCapture())
+    shown = [record.progress for record in caplog.records if hasattr(record, "progress")]
+    assert shown == [f"{part}/7" for part in range(1, 8)]
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    """What `torch.nn.attention.varlen.varlen_attn` documents of paged keys, in plain operations.
+
+    A window is counted from the row's own place, the last row being at the last key; a row that sees nothing gives 0.
+    """
+    assert cu_seq_k is None
+    assert enable_gqa
+    assert block_table.dtype == seqused_k.dtype == cu_seq_q.dtype == torch.int32
+    assert max_k == block_table.shape[1] * key.shape[1]
+    left, right = window_size
+    output = torch.zeros_like(query)
+    bounds = cu_seq_q.tolist()
+    for index, length in enumerate(seqused_k.tolist()):
+        first, end = bounds[index], bounds[index + 1]
+        assert end - first <= max_q
+        own = block_table[index].long()
+        keys, values = (
+            pool[own].flatten(0, 1)[:length].repeat_interleave(query.shape[1] // pool.shape[2], dim=1)
+            for pool in (key, value)
+        )
+        places = torch.arange(end - first)[:, None] + length - (end - first)
+        distances = torch.arange(length)[None, :] - places
+        visible = distances <= right
+        if left >= 0:
+            visible &= distances >= -left
+        scores = torch.einsum("qhd,khd->hqk", query[first:end], keys) * scale
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+        output[first:end] = torch.einsum("hqk,khd->qhd", weights, values)
+    return output
+
+
+def test_varlen_attention_over_block_tables_is_taken_where_it_is_right(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attention)
+    pair = Pair(mixed)
+    assert "with varlen attention" in caplog.text
+    check_ragged_steps(pair)
+
+
+def aligned_to_the_first_key(*tensors: torch.Tensor | int | None, seqused_k: torch.Tensor, **options: object):
+    """Rows are counted from the first key on instead of from the last one back."""
+    max_q = tensors[5]
+    rows = [
+        varlen_attention(*tensors, seqused_k=torch.full_like(seqused_k, place + 1), **options)[place::max_q]
+        for place in range(max_q)
+    ]
+    return torch.stack(rows, dim=1).flatten(0, 1)
+
+
+def one_key_too_few(*tensors: torch.Tensor | int | None, window_size: tuple[int, int], **options: object):
+    """A window that counts the row itself."""
+    left, right = window_size
+    return varlen_attention(*tensors, window_size=(left - 1 if left > 0 else left, right), **options)
+
+
+def without_tables(*tensors: torch.Tensor | int | None, block_table: torch.Tensor, **options: object):
+    """Blocks are read one after the other."""
+    table = torch.arange(block_table.numel(), dtype=torch.int32).view(block_table.shape) % len(tensors[1])
+    return varlen_attention(*tensors, block_table=table, **options)
+
+
+@pytest.mark.parametrize("wrong", [aligned_to_the_first_key, one_key_too_few, without_tables])
+def test_varlen_attention_that_computes_something_else_is_found_out(
+    wrong: Callable[..., torch.Tensor], mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Negative control of the trial."""
+    caplog.set_level(logging.INFO, logger="specdec")
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
+    pair = Pair(mixed)
+    assert "varlen attention is off by" in caplog.text
+    assert "with gathered attention" in caplog.text
+    pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))
