@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from specdec.core.forward_time import ForwardTime
 
-#: A prediction reaches this many times as far as the most prefill tokens that a step was measured with.
+#: A prediction reaches this many times as far as the most tokens that its record was measured with.
 MAX_GROWTH = 2
 
 
@@ -41,14 +41,20 @@ class _Record:
     def __init__(self, *, is_fixed: bool) -> None:
         self.time = ForwardTime(is_fixed=is_fixed)
         self._is_cold = True
+        self._most_tokens = 0
 
-    def observe(self, tokens: float, context: float, seconds: float) -> bool:
-        """Whether it counted."""
+    def observe(self, num_tokens: int, context: float, seconds: float) -> None:
         if self._is_cold:
             self._is_cold = False
-            return False
-        self.time.observe(tokens, context, seconds)
-        return True
+            return
+        self.time.observe(num_tokens, context, seconds)
+        self._most_tokens = max(self._most_tokens, num_tokens)
+
+    def predict(self, num_tokens: int, context: float) -> float:
+        """Seconds; infinite for more than can be told from what was measured."""
+        if not self.time.is_measured or num_tokens > MAX_GROWTH * self._most_tokens:
+            return float("inf")
+        return self.time.predict(num_tokens, context)
 
 
 class StepTimes:
@@ -59,7 +65,6 @@ class StepTimes:
         # As long as all chunks had one size, all of their time counts as per token: too much rather than too little.
         self._beside = _Record(is_fixed=False)
         self._alone = _Record(is_fixed=False)
-        self._most_prefill_tokens = 0
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step took this long."""
@@ -70,15 +75,12 @@ class StepTimes:
         if load.num_tokens:
             record = self._beside
             longer_s = max(0.0, seconds - self._without.time.predict(load.num_tokens, load.num_context_tokens))
-        if record.observe(load.num_prefill_tokens, load.num_prefill_pairs, longer_s):
-            self._most_prefill_tokens = max(self._most_prefill_tokens, load.num_prefill_tokens)
+        record.observe(load.num_prefill_tokens, load.num_prefill_pairs, longer_s)
 
     def prefill_s(self, load: StepLoad) -> float:
         """Seconds by which the prefill of `load` lengthens the step; all of the step where there is nothing else.
 
         Infinite for more than can be told from what was measured.
         """
-        time = (self._beside if load.num_tokens else self._alone).time
-        if not time.is_measured or load.num_prefill_tokens > MAX_GROWTH * self._most_prefill_tokens:
-            return float("inf")
-        return time.predict(load.num_prefill_tokens, load.num_prefill_pairs)
+        record = self._beside if load.num_tokens else self._alone
+        return record.predict(load.num_prefill_tokens, load.num_prefill_pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.scheduler import Scheduler, is_short
@@ -81,6 +81,9 @@ prompts = st.lists(st.builds(Job, st.integers(40, 3_000), st.integers(1, 9)), mi
 
 
 @settings(deadline=None)
+# A tail beside prefill, when little but prefill alone has been measured.
+@example(Device(0.009765625, 0.0006537221014407394, 0.0), 0.10546875, 1,
+         [Job(1267), Job(129), Job(316), Job(369), Job(483)], [True])  # fmt: skip
 @given(devices, budgets, st.integers(1, 32), prompts, st.lists(st.booleans(), min_size=1, max_size=7))
 def test_prefill_lengthens_no_step_by_more_than_its_budget_or_is_one_block(device, budget_s, num, jobs, quiet) -> None:
     replica = Replica(device, budget_s, num)

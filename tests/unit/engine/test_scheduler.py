@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.scheduler import Scheduler, is_short
@@ -43,6 +43,7 @@ _jobs = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(_jobs, st.integers(1, 64))
 def test_every_job_runs_to_its_end_and_returns_its_rows_once(jobs, max_step_tokens):
     scheduler = Scheduler(max_step_tokens)
@@ -62,6 +63,7 @@ def test_every_job_runs_to_its_end_and_returns_its_rows_once(jobs, max_step_toke
     assert all(job.num_pending == 0 and job.rows_seen == job.num_logit_rows for job in jobs)
 
 
+@settings(deadline=None)
 @given(_jobs, st.integers(40, 64))
 def test_a_step_keeps_its_budget_when_every_tail_fits(jobs, max_step_tokens):
     """40 tokens hold the longest short job (25) beside the prefill share (at most 16 - 1 of 64)."""
