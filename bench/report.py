@@ -4,6 +4,7 @@ Not here: what is measured. Called by `__main__` and, for progress, by the suite
 """
 
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.table import Table
 from bench.rows import Row
 
 _PIPE_WIDTH = 160
+_TITLE_WIDTH = 80
 
 
 @contextmanager
@@ -51,9 +53,9 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
 
 
 def _required(row: Row) -> str:
-    if row.at_most is not None:
-        return f"<= {row.at_most:g}"
-    return "" if row.required is None else f">= {row.required:g}"
+    least = "" if row.required is None else f">= {row.required:g}"
+    most = "" if row.at_most is None else f"<= {row.at_most:g}"
+    return " ".join(filter(None, (least, most)))
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
@@ -86,7 +88,7 @@ def _plot(rows: Sequence[Row], path: Path, draw: Callable[[Any, Sequence[Row]], 
     figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
     draw(axes, rows)
     cases = {row.case for row in rows}
-    axes.set_title(cases.pop() if len(cases) == 1 else rows[0].suite)
+    axes.set_title(textwrap.fill(cases.pop(), _TITLE_WIDTH) if len(cases) == 1 else rows[0].suite)
     figure.text(1, 0, f"{rows[0].origin.hardware}, {rows[0].origin.commit}", ha="right", va="bottom", fontsize=6)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
