@@ -5,6 +5,7 @@ bandwidth measured in the same run (bytes read plus bytes written). Not here: th
 `gpu` suite.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from bench.random_pair import RandomPair
 from bench.report import progress
 from bench.rows import Row
 from bench.workload import GAMMA
+from specdec.config import cache_directory
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.block_manager import blocks_for
 from specdec.engine.compiled import CompileOptions, row_counts
@@ -47,7 +49,9 @@ def engine_rows(
         advance()
         for name, model, limit in (("target", pair.target, TARGET_LIMIT), ("draft", pair.draft, DRAFT_LIMIT)):
             # As the services load it.
-            compiling = CompileOptions(row_counts=row_counts(GAMMA + 1))
+            compiling = CompileOptions(
+                row_counts=row_counts(GAMMA + 1), directory=cache_directory(os.environ) / "compiled"
+            )
             directory = str(model.directory)
             worker = load_worker(directory, device=device, dtype="bfloat16", num_kv_blocks=256, compiling=compiling)
             step_s, floor_s = _step_s(worker, device, num_steps), model.step_bytes / bytes_per_s
