@@ -64,9 +64,9 @@ def stack_rows(
     """
     effort = QUICK if quick else FULL
     directories = pair.target.directory, pair.draft.directory
-    kv_cache_bytes = tuple(_KV_TOKENS * model.kv_bytes_per_token for model in (pair.target, pair.draft))
+    kv_cache_bytes = _KV_TOKENS * pair.target.kv_bytes_per_token, _KV_TOKENS * pair.draft.kv_bytes_per_token
     rows = []
-    with RunningSystem(*directories, _DTYPE, device, kv_cache_bytes) as ours:
+    with RunningSystem(*directories, dtype=_DTYPE, device=device, kv_cache_bytes=kv_cache_bytes) as ours:
         if ONE_STREAM in figures:
             with PeerProcess(*directories, _PEER_THREADS, device, _DTYPE) as peer:
                 runs = _one_stream(ours, peer, prompt_token_ids(directories[0])[: effort.num_prompts], effort)
