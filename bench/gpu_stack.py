@@ -35,6 +35,9 @@ _DTYPE = "bfloat16"
 _PEER_THREADS = 1
 
 
+Runs = dict[str, list[SystemRun | PeerRun]]
+
+
 @dataclass(frozen=True)
 class Effort:
     """How much is measured."""
@@ -78,9 +81,6 @@ def stack_rows(
                 case = f"{shape}, many streams, greedy"
                 rows += _streams_rows(clients, prompts, effort, partial(row, case=case, note=NOTE))
     return rows
-
-
-Runs = dict[str, list[SystemRun | PeerRun]]
 
 
 def _one_stream(ours: RunningSystem, peer: PeerProcess, prompts: list[list[int]], effort: Effort) -> Runs:
