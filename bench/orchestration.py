@@ -1,10 +1,10 @@
 """Suite `orchestration`: the real processes around simulated engines against the ideal of the dialled numbers.
 
-Rows 7 to 10 and 12, and what a long prompt does to running streams (`long_prompt`). A redis-server holds the sessions.
-Every figure is simulated: forward passes are waits of a stated length, acceptance is dialled, and delay is added at the
-engines' ends of both links (a quarter of the stated round-trip on each of a round's four ways). Efficiency is
-docs/protocol.md section 6's time per round over the measured one, at the client, prefill and the rounds cut short by
-the token limit left out. Not here: any model.
+Rows 7 to 10 and 12, what a long prompt does to running streams (`long_prompt`), and gamma chosen for many streams at
+once (`crowd`). A redis-server holds the sessions of the agreed rows. Every figure is simulated: forward passes are
+waits of a stated length, acceptance is dialled, and delay is added at the engines' ends of both links (a quarter of the
+stated round-trip on each of a round's four ways). Efficiency is docs/protocol.md section 6's time per round over the
+measured one, at the client, prefill and the rounds cut short by the token limit left out. Not here: any model.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.crowd import measure_crowd
 from bench.long_prompt import measure_long_prompt
 from bench.pairs import interleave, median_ratio
 from bench.report import progress
@@ -43,7 +44,7 @@ NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 NUM_TOKENS, NUM_QUICK_TOKENS = 384, 96
 PROMPT_TOKENS = 32
 #: The agreed rows by their numbers, and what only informs.
-FIGURES = ["7", "8", "9", "10", "12", "long_prompt"]
+FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd"]
 
 Measure = Callable[[int], StreamRun]
 
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         suite = _Suite(write_tokenizer(Path(folder)), arguments.quick)
         measures = [suite.sync, suite.predrafted, suite.predrafted_against_sync, suite.many_clients, suite.drifting]
-        measure_of = dict(zip(FIGURES, [*measures, suite.long_prompt], strict=True))
+        measure_of = dict(zip(FIGURES, [*measures, suite.long_prompt, suite.crowd], strict=True))
         return [row for name in arguments.rows for row in measure_of[name]()]
 
 
@@ -161,6 +162,11 @@ class _Suite:
         """Inter-token latency while a long prompt is read."""
         model = f"{PAIR},predraft=off"
         return measure_long_prompt(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
+
+    def crowd(self) -> list[Row]:
+        """Gamma auto while many streams share a target."""
+        model = f"{PAIR},predraft=off"
+        return measure_crowd(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
 
     def _efficiency(self, number: int, model: str, delay_ms: int, required: float) -> list[Row]:
         pair = simulated_pair(model)

@@ -1,8 +1,8 @@
 """How many draft tokens the next round asks for: the number that makes the most tokens a second of the whole batch.
 
-A round's own rate is its expected tokens over its predicted time. The rows it adds to the target's batch also delay
-whoever shares that batch, so they are charged at what the others lose: with nobody there they cost their own time only,
-on a full target no draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same
+A round's own rate is its expected tokens over its predicted time. The rows it adds to the target's steps also delay
+others, so they are charged at what those lose: with nobody there they cost their own time only, on a full target no
+draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same
 observations give the same choice. docs/protocol.md section 7. Not here: the clock and the counting of others (`round`),
 how times are fitted (`specdec.core.forward_time`). Called by `round`.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from specdec.core.forward_time import ForwardTime, RunningMean, keep_after
+from specdec.core.forward_time import KEEP, ForwardTime, RunningMean, keep_after
 
 #: Asked for until both links have been measured.
 FIRST_GAMMA = 4
@@ -22,6 +22,9 @@ PRIOR_TOKENS = 16.0
 
 #: While target-only is best, one draft token is asked for every so many tokens, to notice when it no longer is.
 TOKENS_PER_PROBE = 50
+
+#: A step is never believed to have been larger: what a target says of itself is arithmetic here, and never checked.
+MOST_STEP_TOKENS = 1 << 16
 
 #: Rounds that ran more committed tokens than this on a replica say little about decoding there.
 MAX_PREFILLED = 32
@@ -40,7 +43,7 @@ class RoundTimes(NamedTuple):
     """Wait for the draft, 0 when it was not asked: short where the answer had been drafted before it was asked for."""
     verify_s: float
     verify_forward_s: float
-    """Of `verify_s`, what the target says it took."""
+    """Of `verify_s`, what the target says its step took."""
     num_prefilled: int
     """Committed tokens the target had to run in this round."""
     num_draft_prefilled: int
@@ -49,10 +52,17 @@ class RoundTimes(NamedTuple):
     """When the round started."""
     num_asked: int
     """Draft tokens asked for; the draft may have given fewer, or none."""
+    step_tokens: int
+    """What the target says were the tokens of its step, other sessions' included."""
     num_others: int = 0
-    """Verifications of other sessions that were with the same replica when this one was sent."""
+    """Rounds of other sessions that the replica answered since it last answered this one."""
     num_other_rows: int = 0
-    """Positions of those."""
+    """Positions in those."""
+
+    @property
+    def num_rows(self) -> int:
+        """Positions asked for in this round."""
+        return self.num_draft_tokens + 1
 
 
 class Acceptance:
@@ -91,11 +101,13 @@ class PoolRecord:
         self.draft_wait = ForwardTime(is_fixed=False)
         self.verify_time = ForwardTime(is_fixed=True)
         self.link_s = RunningMean()
-        """Wait for the target beyond what it says it took."""
+        """Wait for the target beyond its step: both ways, and for the step before."""
         self.round_s = RunningMean()
         self.round_tokens = RunningMean()
-        self.num_others = RunningMean()
-        self.num_other_rows = RunningMean()
+        self.other_step_tokens = RunningMean()
+        """Tokens of a step that are not the round's own."""
+        self.num_delayed = RunningMean()
+        """Rounds of others that one row more in a round makes later."""
         self._acceptance = Acceptance(POOL_KEEP)
         self._last_draft_round = 0
 
@@ -115,21 +127,41 @@ class PoolRecord:
             self._last_draft_round = self.num_rounds
         if times.num_prefilled > MAX_PREFILLED:
             return
-        num_rows = times.num_draft_tokens + 1 + times.num_other_rows
         # Believed as far as the wait bears it out, and not a number is none: the pool would never forget it.
         forward_s = min(max(0.0, times.verify_forward_s), times.verify_s)
-        self.verify_time.observe(num_rows, times.committed_len, forward_s)
-        self.link_s.observe(times.verify_s - forward_s)
-        self.round_s.observe(times.draft_s + times.verify_s)
-        self.round_tokens.observe(times.num_accepted + 1)
-        self.num_others.observe(times.num_others)
-        self.num_other_rows.observe(times.num_other_rows)
+        step_tokens = min(max(times.num_rows, times.step_tokens), MOST_STEP_TOKENS)
+        round_s = times.draft_s + times.verify_s
+        self.verify_time.observe(step_tokens, times.committed_len, forward_s)
+        # What forgot within one round of everybody would send them all after the last few, to correct it all at once.
+        keep = KEEP ** (1 / (1 + times.num_others))
+        self.link_s.observe(times.verify_s - forward_s, keep)
+        self.round_s.observe(round_s, keep)
+        self.round_tokens.observe(times.num_accepted + 1, keep)
+        self.other_step_tokens.observe(step_tokens - times.num_rows, keep)
+        self.num_delayed.observe(_num_delayed(times, step_tokens, forward_s / max(round_s, 1e-9)), keep)
 
     @property
     def row_price(self) -> float:
-        """Tokens a second that the others in a batch lose by one row more: each is that much later every round."""
-        others_rate = self.num_others.value * self.round_tokens.value
+        """Tokens a second that others lose by one row more: so many of their rounds are that much later every round."""
+        others_rate = self.num_delayed.value * self.round_tokens.value
         return others_rate * self.verify_time.per_token_s / max(self.round_s.value, 1e-9) ** 2
+
+
+def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> float:
+    """Rounds of others that one row more in this one makes later.
+
+    Those of the same step for certain. The others ran in steps of their own before and after it: where the target is
+    never idle they wait for one another, and what lengthens one step makes every later one begin later.
+
+    Args:
+        times: of the round.
+        step_tokens: of its step.
+        step_share: the step's share of the round's time.
+    """
+    num_steps = max(1.0, (times.num_rows + times.num_other_rows) / step_tokens)
+    in_same_step = max(0.0, (times.num_others + 1) / num_steps - 1)
+    busy_share = min(1.0, num_steps * step_share)
+    return in_same_step + busy_share * (times.num_others - in_same_step)
 
 
 class GammaChooser:
@@ -176,14 +208,14 @@ class GammaChooser:
         """The gamma of the best rate after what its rows cost the others; the smallest of equals."""
         pool, context = self._pool, self._committed_len
         alpha = self._acceptance.overall(pool.alpha)
-        other_rows, row_price = pool.num_other_rows.value, pool.row_price
+        other_tokens, row_price = pool.other_step_tokens.value, pool.row_price
         best, best_value = 0, float("-inf")
         expected_tokens, reach = 1.0, 1.0
         for gamma in range(limit + 1):
             if gamma:
                 reach *= self._acceptance.at(gamma - 1, alpha)
                 expected_tokens += reach
-            round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_rows, context)
+            round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_tokens, context)
             if gamma:
                 round_s += pool.draft_wait.predict(gamma, context)
             value = expected_tokens / max(round_s, 1e-9) - row_price * gamma

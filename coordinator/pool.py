@@ -37,10 +37,10 @@ class Replica(Generic[LinkT]):
         self.link: LinkT = link
         self.info: EngineInfo | None = None
         self.is_alive = False
-        self.num_calls = 0
-        """Rounds of this coordinator that wait for it now."""
+        self.num_answered = 0
+        """Rounds it has answered this coordinator."""
         self.num_rows = 0
-        """Positions that those ask it for."""
+        """Positions in those answers."""
         self._new_sessions = 0
 
     @property

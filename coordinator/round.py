@@ -104,9 +104,6 @@ class _TargetAnswer(NamedTuple):
     replica: TargetReplica
     verification: Verification
     wait_s: float
-    num_others: int
-    """Verifications that were with the replica when this one was sent."""
-    num_other_rows: int
 
 
 class RoundRunner:
@@ -122,6 +119,8 @@ class RoundRunner:
         self._gamma = gamma
         self._late_in_a_row = 0
         self._rounds_without_draft = 0
+        self._last_answer: tuple[TargetReplica, int, int] | None = None
+        """Whose it was, and what that replica had answered by then: rounds and positions."""
 
     async def run(self, round_id: int, remaining: int) -> RoundOutcome:
         """Runs one round.
@@ -215,9 +214,6 @@ class RoundRunner:
         num_rows = len(proposal.draft_token_ids) + 1
         while True:
             replica = self._replicas.target(failed)
-            num_others, num_other_rows = replica.num_calls, replica.num_rows
-            replica.num_calls += 1
-            replica.num_rows += num_rows
             try:
                 verification = await self._ask(
                     replica,
@@ -225,13 +221,9 @@ class RoundRunner:
                     lambda position, link=replica.link: link.verify(self._verify_request(position, proposal), wire),
                 )
                 check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
-                return _TargetAnswer(
-                    replica=replica,
-                    verification=verification,
-                    wait_s=time.perf_counter() - began,
-                    num_others=num_others,
-                    num_other_rows=num_other_rows,
-                )
+                replica.num_answered += 1
+                replica.num_rows += num_rows
+                return _TargetAnswer(replica, verification, time.perf_counter() - began)
             # Internal too: a device that failed once tends to go on failing, and another replica may serve.
             except (KvMiss, Unavailable, ResourceExhausted, Internal) as error:
                 _log.warning("target replica %s did not verify: %s", replica.address, error)
@@ -243,9 +235,6 @@ class RoundRunner:
                     if isinstance(error, KvMiss):
                         raise Unavailable(f"target replica {replica.address} lost the session twice") from error
                     raise
-            finally:
-                replica.num_calls -= 1
-                replica.num_rows -= num_rows
 
     def _verify_request(self, position: Round, proposal: Proposal) -> VerifyRequest:
         return VerifyRequest(
@@ -264,6 +253,7 @@ class RoundRunner:
         if draft.replica is not None:
             self._replicas.learn(draft.replica, min(draft.proposal.kv_len, agreed_len))
         drafted, verified = draft.proposal, target.verification
+        num_others, num_other_rows = self._others_since(target.replica, len(drafted.draft_token_ids) + 1)
         self._gamma.observe(
             RoundTimes(
                 num_draft_tokens=len(drafted.draft_token_ids),
@@ -275,10 +265,23 @@ class RoundRunner:
                 num_draft_prefilled=committed_len - drafted.num_cached_tokens if draft.replica is not None else 0,
                 committed_len=committed_len,
                 num_asked=draft.num_asked,
-                num_others=target.num_others,
-                num_other_rows=target.num_other_rows,
+                step_tokens=verified.step_tokens,
+                num_others=num_others,
+                num_other_rows=num_other_rows,
             )
         )
+
+    def _others_since(self, replica: TargetReplica, num_rows: int) -> tuple[int, int]:
+        """Rounds, and positions in them, that a replica answered for others since its last answer here; none at first.
+
+        Args:
+            replica: has just answered.
+            num_rows: positions of that answer.
+        """
+        before, self._last_answer = self._last_answer, (replica, replica.num_answered, replica.num_rows)
+        if before is None or before[0] is not replica:
+            return 0, 0
+        return replica.num_answered - before[1] - 1, replica.num_rows - before[2] - num_rows
 
     async def _ask(self, replica: Replica[Any], round_id: int, send: Callable[[Round], Awaitable[AnswerT]]) -> AnswerT:
         """Sends what the replica lacks, and once more if it lacks more than we thought.

@@ -210,6 +210,9 @@ class Verification:
     kv_len: int
     num_cached_tokens: int
     forward_s: float
+    """Of the step that verified it."""
+    step_tokens: int
+    """Tokens of that step, of all sessions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,5 +281,6 @@ def _verification(rows: _Rows) -> Verification:
         logit_rows=rows.logit_rows,
         kv_len=rows.job.kv_len,
         num_cached_tokens=rows.job.num_cached_tokens,
-        forward_s=rows.job.elapsed_s,
+        forward_s=rows.job.step_s,
+        step_tokens=rows.job.step_tokens,
     )

@@ -186,6 +186,7 @@ class ArithmeticTarget(_Engine):
             kv_len=request.round.committed_len + num_positions - 1,
             num_cached_tokens=request.round.start,
             forward_s=0.25,
+            step_tokens=len(request.draft_token_ids) + 1,
         )
 
     def _logit_rows(self, request: VerifyRequest, rows: tuple[LawRow, ...], num_positions: int) -> tuple[LogitRow, ...]:

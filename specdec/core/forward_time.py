@@ -31,8 +31,9 @@ class RunningMean:
         self._weight = 0.0
         self.value = 0.0
 
-    def observe(self, value: float) -> None:
-        self._weight = self._weight * KEEP + 1.0
+    def observe(self, value: float, keep: float = KEEP) -> None:
+        """`keep`: share of the record that is left beside it."""
+        self._weight = self._weight * keep + 1.0
         self.value += (value - self.value) / self._weight
 
 

@@ -70,6 +70,9 @@ class Job:
         self.last_step = arrival_step
         self._arrival_s = arrival_s
         self._clock = clock
+        self.step_began_s = arrival_s
+        self.step_tokens = 0
+        """Of the newest step it took part in: when that began, and its tokens, other sessions' included."""
         self.num_cached_tokens = 0
         """Committed tokens that needed no forward pass; set when the job starts to run."""
         self.progress: Any = None
@@ -81,6 +84,11 @@ class Job:
     def elapsed_s(self) -> float:
         """Time since the call came in."""
         return self._clock() - self._arrival_s
+
+    @property
+    def step_s(self) -> float:
+        """Time since the newest step began."""
+        return self._clock() - self.step_began_s
 
     @property
     def kv_len(self) -> int:

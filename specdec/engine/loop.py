@@ -317,7 +317,7 @@ class EngineLoop:
         chunks = self._scheduler.plan_chunks(self._running, num_absent=self._absences.count(began_s))
         jobs = [self._running[chunk.job_index] for chunk in chunks]
         try:
-            self._run_chunks(jobs, chunks)
+            self._run_chunks(jobs, chunks, began_s)
         except Exception:
             _log.exception("a step of %d sessions failed", len(jobs))
             for job in jobs:
@@ -354,7 +354,7 @@ class EngineLoop:
             _log.exception("a step of branches failed")
             self._sessions.end_forks()
 
-    def _run_chunks(self, jobs: list[Job], chunks: list[Chunk]) -> None:
+    def _run_chunks(self, jobs: list[Job], chunks: list[Chunk], began_s: float) -> None:
         slices = tuple(
             slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
             for job, chunk in zip(jobs, chunks, strict=True)
@@ -364,8 +364,10 @@ class EngineLoop:
             # Nothing of the step will be read back: unless waited for, it would be timed, and delay calls, with the
             # next one.
             torch.cuda.synchronize(logits.device)
+        step_tokens = sum(chunk.num_tokens for chunk in chunks)
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
+            job.step_began_s, job.step_tokens = began_s, step_tokens
         ready, lawless, logits = split_lawless([job for job in jobs if not job.num_pending], logits)
         for job in lawless:
             _log.error("the model gave no finite logits for session %s", job.sequence.session_id)

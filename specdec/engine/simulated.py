@@ -70,6 +70,8 @@ class _Job:
     new_token_ids: TokenIds
     """Draft tokens that have KV once the job is done."""
     arrival_s: float
+    work: Work | None = None
+    """On the device, from `_submit` on."""
     future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -205,6 +207,7 @@ class _SimulatedEngine:
         work = Work(
             asked.session_id, context_tokens=asked.committed_len, finish=finish, kv_len=job.sequence.kv_len, **of_work
         )
+        job.work = work
         self._device.submit(work, job.arrival_s + self._pair.link_delay_s)
 
     def _complete(self, job: _Job) -> None:
@@ -216,10 +219,14 @@ class _SimulatedEngine:
         sequence.append(job.new_token_ids)
         sequence.kv_len = len(sequence)
         self._sessions.publish(sequence, job.request.round.committed_len)
-        answer = replace(job.answer, kv_len=sequence.kv_len, forward_s=time.monotonic() - job.arrival_s)
+        answer = replace(job.answer, kv_len=sequence.kv_len, **self._times(job))
         sequence.answer = StoredAnswer(job.digest, answer)
         self._sessions.settle(sequence)
         job.future.set_result(answer)
+
+    def _times(self, job: _Job) -> dict[str, float]:
+        """What an answer says of its own time."""
+        return {"forward_s": time.monotonic() - job.arrival_s}
 
     def _fail(self, session_id: str, error: Exception) -> None:
         job = self._jobs.pop(session_id, None)
@@ -319,6 +326,9 @@ class SimulatedTarget(_SimulatedEngine):
         self._submit(job, num_pending=num_tokens, num_logit_rows=num_rows, num_steps=1)
         return job
 
+    def _times(self, job: _Job) -> dict[str, float]:
+        return {} if job.work is None else {"forward_s": job.work.step_s, "step_tokens": job.work.step_tokens}
+
 
 def _draws_laws(asked: Round) -> bool:
     return not asked.law.is_greedy and asked.draw_rule is DrawRule.LAW
@@ -361,4 +371,5 @@ def _look(text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int
         kv_len=0,
         num_cached_tokens=num_cached_tokens,
         forward_s=0.0,
+        step_tokens=0,
     )

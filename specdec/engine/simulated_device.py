@@ -127,6 +127,9 @@ class Work:
     kv_len: int = 0
     num_logit_rows: int = 1
     last_step: int = 0
+    step_s: float = 0.0
+    step_tokens: int = 0
+    """Of its newest step: what that took, and its tokens, other sessions' included."""
 
 
 @dataclass
@@ -194,7 +197,9 @@ class SimulatedDevice:
 
     def _end_call_step(self, plan: list[tuple[Work, int]], step_s: float, now_s: float) -> None:
         self.scheduler.observe_step(step_s)
+        step_tokens = sum(num_tokens for _, num_tokens in plan)
         for work, num_tokens in plan:
+            work.step_s, work.step_tokens = step_s, step_tokens
             work.kv_len += num_tokens
             work.num_pending -= num_tokens
             if not work.num_pending:

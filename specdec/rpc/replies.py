@@ -132,6 +132,7 @@ def encode_verification(verification: Verification, call_id: int) -> target_pb2.
         kv_len=verification.kv_len,
         num_cached_tokens=verification.num_cached_tokens,
         forward_s=verification.forward_s,
+        step_tokens=verification.step_tokens,
     )
     rows = verification.rows
     with_tail = [index for index, row in enumerate(rows) if row.weights[-1] > 0]
@@ -212,6 +213,7 @@ def _read_verification(
         kv_len=message.kv_len,
         num_cached_tokens=message.num_cached_tokens,
         forward_s=message.forward_s,
+        step_tokens=message.step_tokens,
     )
 
 

@@ -60,7 +60,14 @@ class Exchange:
         self.verify = VerifyRequest(round_, token_ids, () if is_greedy else tuple(ids))
         self.proposal = Proposal(token_ids, () if is_greedy else tuple(supports), (), 1, 0, 0.1)
         self.verification = Verification(
-            choices, np.ones(len(choices)), () if is_greedy else rows, (), kv_len=1, num_cached_tokens=0, forward_s=0.1
+            choices,
+            np.ones(len(choices)),
+            () if is_greedy else rows,
+            (),
+            kv_len=1,
+            num_cached_tokens=0,
+            forward_s=0.1,
+            step_tokens=9,
         )
 
 

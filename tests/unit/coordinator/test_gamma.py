@@ -70,6 +70,7 @@ def play(
                     num_draft_prefilled=1 if gamma else 0,
                     committed_len=100 + round_index,
                     num_asked=gamma,
+                    step_tokens=rows,
                     num_others=len(gammas) - 1,
                     num_other_rows=rows - gamma - 1,
                 )
@@ -184,6 +185,7 @@ def slow_round(*, num_prefilled: int, seconds: float) -> RoundTimes:
         num_draft_prefilled=num_prefilled,
         committed_len=4000,
         num_asked=4,
+        step_tokens=5,
     )
 
 
@@ -227,6 +229,7 @@ def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claim
         num_draft_prefilled=1,
         committed_len=150,
         num_asked=2,
+        step_tokens=3,
     )
     for _ in range(2):
         pool.observe(liar)

@@ -1,0 +1,162 @@
+"""Gamma of many sessions that share one target, in steps that take whoever waits: nearly the best goodput there is.
+
+A simulation by events, no clock: sessions draft by themselves, the target is never idle while one waits, and groups
+form as they do in a real pool. Times are what a formula says; acceptance is drawn.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from coordinator.gamma import GammaChooser, PoolRecord, RoundTimes
+
+MAX_GAMMA = 16
+NUM_TOKENS = 8_000
+TRIP_S, JITTER_S = 0.0015, 0.0005
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step of the target is `fixed_s` + `row_s` a position; a draft token is `draft_step_s`, whoever else drafts."""
+
+    fixed_s: float
+    row_s: float
+    draft_step_s: float
+    alpha: float
+
+
+@dataclass
+class Session:
+    """One stream of rounds."""
+
+    chooser: GammaChooser
+    length: int = 100
+    gamma: int = 0
+    began_s: float = 0.0
+    seen: tuple[int, int] | None = None
+    """Rounds and positions the target had answered when it last answered this session."""
+
+    def drafting_s(self, pair: Pair) -> float:
+        return self.gamma * pair.draft_step_s + (TRIP_S if self.gamma else 0.0)
+
+
+@dataclass
+class SharedTarget:
+    """One target and the sessions on it."""
+
+    pair: Pair
+    sessions: list[Session]
+    knows_others: bool = True
+    """False: nobody is told that others share the target."""
+    now_s: float = 0.0
+    num_tokens: int = 0
+    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _order: itertools.count[int] = field(default_factory=itertools.count)
+    _waiting: list[Session] = field(default_factory=list)
+    _is_busy: bool = False
+    _answered: tuple[int, int] = (0, 0)
+    _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
+
+    def goodput(self) -> float:
+        """Tokens a second of all sessions, the first quarter left out."""
+        for session in self.sessions:
+            self._begin_round(session)
+        warm: tuple[int, float] | None = None
+        while self.num_tokens < NUM_TOKENS:
+            self.now_s, _, happens = heapq.heappop(self._events)
+            happens()
+            if warm is None and self.num_tokens >= NUM_TOKENS / 4:
+                warm = self.num_tokens, self.now_s
+        assert warm is not None
+        return (self.num_tokens - warm[0]) / (self.now_s - warm[1])
+
+    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now_s + seconds, next(self._order), happens))
+
+    def _one_way_s(self) -> float:
+        return TRIP_S / 2 + float(self._random.exponential(JITTER_S))
+
+    def _begin_round(self, session: Session) -> None:
+        session.began_s, session.gamma = self.now_s, session.chooser.choose(MAX_GAMMA)
+        self._after(session.drafting_s(self.pair) + self._one_way_s(), lambda: self._arrive(session))
+
+    def _arrive(self, session: Session) -> None:
+        self._waiting.append(session)
+        if not self._is_busy:
+            self._step()
+
+    def _step(self) -> None:
+        batch, self._waiting = self._waiting, []
+        self._is_busy = bool(batch)
+        if not batch:
+            return
+        num_rows = sum(session.gamma + 1 for session in batch)
+        step_s = self.pair.fixed_s + self.pair.row_s * num_rows
+
+        def end() -> None:
+            for session in batch:
+                self._after(self._one_way_s(), lambda session=session: self._answer(session, num_rows, step_s))
+            self._step()
+
+        self._after(step_s, end)
+
+    def _answer(self, session: Session, step_tokens: int, step_s: float) -> None:
+        num_accepted, num_rows = 0, session.gamma + 1
+        while num_accepted < session.gamma and self._random.random() < self.pair.alpha:
+            num_accepted += 1
+        self._answered = self._answered[0] + 1, self._answered[1] + num_rows
+        others = (0, 0)
+        if session.seen is not None and self.knows_others:
+            others = self._answered[0] - session.seen[0] - 1, self._answered[1] - session.seen[1] - num_rows
+        session.seen = self._answered
+        draft_s = session.drafting_s(self.pair)
+        session.chooser.observe(
+            RoundTimes(
+                num_draft_tokens=session.gamma,
+                num_accepted=num_accepted,
+                draft_s=draft_s,
+                verify_s=self.now_s - session.began_s - draft_s,
+                verify_forward_s=step_s,
+                num_prefilled=1,
+                num_draft_prefilled=1,
+                committed_len=session.length,
+                num_asked=session.gamma,
+                step_tokens=step_tokens if self.knows_others else num_rows,
+                num_others=others[0],
+                num_other_rows=others[1],
+            )
+        )
+        session.length += num_accepted + 1
+        self.num_tokens += num_accepted + 1
+        self._begin_round(session)
+
+
+def goodput(pair: Pair, num_sessions: int, *, fixed: int | None = None, knows_others: bool = True) -> float:
+    pool = PoolRecord()
+    choosers = [GammaChooser(pool, fixed=fixed, max_gamma=MAX_GAMMA) for _ in range(num_sessions)]
+    return SharedTarget(pair, [Session(chooser) for chooser in choosers], knows_others).goodput()
+
+
+def best_fixed(pair: Pair, num_sessions: int) -> float:
+    return max(goodput(pair, num_sessions, fixed=gamma) for gamma in (1, 2, 3, 4, 6, 8, 12))
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.75, 0.9])
+@pytest.mark.parametrize(("num_sessions", "share"), [(4, 0.8), (16, 0.9), (64, 0.9)])
+def test_sessions_that_share_a_target_come_near_the_best_common_gamma(
+    num_sessions: int, share: float, alpha: float
+) -> None:
+    pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=alpha)
+    assert goodput(pair, num_sessions) >= share * best_fixed(pair, num_sessions)
+
+
+def test_sessions_that_do_not_know_of_each_other_overfill_the_target() -> None:
+    """The negative control of the test above."""
+    pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=0.9)
+    assert goodput(pair, 64, knows_others=False) < 0.9 * best_fixed(pair, 64)
