@@ -15,7 +15,7 @@ from rich.table import Table
 #: Relative change below which a figure without an interval says nothing.
 DRIFT = 0.15
 
-Key = tuple[str, str, str, str, str]
+Key = tuple[str, str, str, str, str, float | None]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Change:
     """One figure that both runs have."""
 
     key: Key
-    """suite, case, system, metric, against."""
+    """suite, case, system, metric, against, place in a sweep."""
     old: float
     new: float
     moved: bool
@@ -50,7 +50,7 @@ def compare(old: list[dict], new: list[dict]) -> tuple[list[Change], list[Key], 
 
 
 def _key(row: dict) -> Key:
-    return row["suite"], row["case"], row["system"], row["metric"], row["ratio_to"] or ""
+    return row["suite"], row["case"], row["system"], row["metric"], row["ratio_to"] or "", row.get("x")
 
 
 def _moved(old: dict, new: dict) -> bool:
@@ -69,14 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints what moved; returns the exit code."""
     changes, gone, added = compare(*(json.loads(path.read_text()) for path in (arguments.old, arguments.new)))
     table = Table(title=f"{arguments.old} to {arguments.new}: moved beyond noise")
-    for heading in ("case", "system", "metric", "against"):
+    for heading in ("case", "system", "metric", "against", "at"):
         table.add_column(heading)
     for heading in ("old", "new", "change"):
         table.add_column(heading, justify="right")
     moved = [change for change in changes if change.moved]
     for change in moved:
         ratio = f"{change.new / change.old - 1:+.1%}" if change.old else ""
-        table.add_row(*change.key[1:], f"{change.old:.4g}", f"{change.new:.4g}", ratio)
+        *words, place = change.key[1:]
+        table.add_row(*words, "" if place is None else f"{place:g}", f"{change.old:.4g}", f"{change.new:.4g}", ratio)
     console = Console()
     if moved:
         console.print(table)

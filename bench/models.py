@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 
-_OUTPUT_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+#: The modules of a layer that write into the residual stream.
+OUTPUT_PROJECTIONS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: int = 0) -> Path:
@@ -41,8 +42,8 @@ def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: i
     made.load_state_dict(source.state_dict(), strict=False)
     with torch.no_grad():
         for layer in made.model.layers[first_new:]:
-            for name in _OUTPUT_PROJECTIONS:
-                layer.get_parameter(name).mul_(eps)
+            for name in OUTPUT_PROJECTIONS:
+                layer.get_submodule(name).weight.mul_(eps)
     made.generation_config = source.generation_config
     made.save_pretrained(directory)
     copy_tokenizer(source_dir, directory)

@@ -32,7 +32,7 @@ class PeerRun:
 class PeerModels:
     """A target and a draft loaded by transformers, in this process."""
 
-    def __init__(self, target_dir: str, draft_dir: str, num_threads: int) -> None:
+    def __init__(self, target_dir: str, draft_dir: str, num_threads: int, device: str, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -40,8 +40,11 @@ class PeerModels:
         disable_progress_bar()
         torch.set_num_threads(num_threads)
         self._torch = torch
-        self._target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
-        self._draft = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=torch.float32).eval()
+        self._device = device
+        self._target, self._draft = (
+            AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
+            for directory in (target_dir, draft_dir)
+        )
         for model in (self._target, self._draft):
             # EOS is ignored on every side: all systems make the same number of tokens.
             model.generation_config.eos_token_id = None
@@ -63,16 +66,18 @@ class PeerModels:
 
         times: list[float] = []
 
-        def note_time(input_ids: object, scores: object, **unused: object) -> object:
+        def note_time(input_ids: Any, scores: object, **unused: object) -> object:
+            if not times:
+                input_ids[0, -1].item()  # a GPU may still be at it
             times.append(time.perf_counter())
-            return self._torch.zeros(1, dtype=self._torch.bool)
+            return input_ids.new_zeros(1, dtype=self._torch.bool)
 
         options = {"assisted": {"assistant_model": self._draft}, "prompt_lookup": {"prompt_lookup_num_tokens": gamma}}
         draft_config = self._draft.generation_config
         draft_config.num_assistant_tokens = gamma
         draft_config.num_assistant_tokens_schedule = "constant"
         draft_config.assistant_confidence_threshold = 0.0
-        inputs = self._torch.tensor([prompt_token_ids])  # [1, T]
+        inputs = self._torch.tensor([prompt_token_ids], device=self._device)  # [1, T]
         if seed is not None:
             self._torch.manual_seed(seed)
         started = time.perf_counter()
@@ -85,20 +90,22 @@ class PeerModels:
                 **options.get(method, {}),
                 **_sampling(seed),
             )
+        token_ids = output[0, len(prompt_token_ids) :].tolist()
         finished = time.perf_counter()
-        return PeerRun(output[0, len(prompt_token_ids) :].tolist(), times[0] - started, finished - started)
+        return PeerRun(token_ids, times[0] - started, finished - started)
 
     def run_batch(self, prompts: list[list[int]], max_new_tokens: int) -> float:
         """Generate greedily for prompts of one length as one batch; returns the seconds it took."""
-        inputs = self._torch.tensor(prompts)  # [B, T]
+        inputs = self._torch.tensor(prompts, device=self._device)  # [B, T]
         started = time.perf_counter()
         with self._torch.inference_mode():
-            self._target.generate(
+            output = self._target.generate(
                 inputs,
                 attention_mask=self._torch.ones_like(inputs),
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
             )
+        output.tolist()
         return time.perf_counter() - started
 
 
@@ -111,11 +118,14 @@ def _sampling(seed: int | None) -> dict[str, object]:
 class PeerProcess:
     """`PeerModels` in a child process. Use it by `with`; one call at a time."""
 
-    def __init__(self, target_dir: Path, draft_dir: Path, num_threads: int) -> None:
+    def __init__(
+        self, target_dir: Path, draft_dir: Path, num_threads: int, device: str = "cpu", dtype: str = "float32"
+    ) -> None:
         command = [sys.executable, "-m", "bench.peers", "--target", str(target_dir), "--draft", str(draft_dir)]
+        command += ["--threads", str(num_threads), "--device", device, "--dtype", dtype]
         environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "TRANSFORMERS_VERBOSITY": "error"}
         self._process = subprocess.Popen(
-            [*command, "--threads", str(num_threads)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -164,8 +174,10 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("--threads", type=int, required=True)
-    arguments = parser.parse_args()
-    models = PeerModels(arguments.target, arguments.draft, arguments.threads)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--dtype", required=True)
+    asked = parser.parse_args()
+    models = PeerModels(asked.target, asked.draft, asked.threads, asked.device, asked.dtype)
     print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -39,21 +39,24 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         table.add_column(heading, justify="right")
     for row in rows:
         style = "red" if row.falls_short else ("bold" if row.row is not None else None)
-        metric = f"{row.metric} (simulated)" if row.simulated else row.metric
+        metric = row.metric if row.x is None else f"{row.metric} at {row.x:g} {row.x_name}"
+        metric += " (simulated)" if row.simulated else ""
         number = "" if row.row is None else str(row.row)
         interval = "" if row.low is None or row.high is None else f"{row.low:.3g} to {row.high:.3g} ({row.num_pairs})"
         required = _required(row) + (" SHORT" if row.falls_short else "")
         cells = (number, row.case, row.system, metric, f"{row.value:.4g}", row.unit, interval)
         table.add_row(*cells, row.ratio_to or "", required, style=style)
     console.print(table)
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        console.print(note)
     origin = rows[0].origin
     console.print(f"{origin.hardware} · commit {origin.commit} · {origin.date}")
 
 
 def _required(row: Row) -> str:
-    if row.at_most is not None:
-        return f"<= {row.at_most:g}"
-    return "" if row.required is None else f">= {row.required:g}"
+    least = "" if row.required is None else f">= {row.required:g}"
+    most = "" if row.at_most is None else f"<= {row.at_most:g}"
+    return " ".join(filter(None, (least, most)))
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
@@ -87,7 +90,9 @@ def _plot(rows: Sequence[Row], path: Path, draw: Callable[[Any, Sequence[Row]], 
     draw(axes, rows)
     cases = {row.case for row in rows}
     axes.set_title(cases.pop() if len(cases) == 1 else rows[0].suite)
-    figure.text(1, 0, f"{rows[0].origin.hardware}, {rows[0].origin.commit}", ha="right", va="bottom", fontsize=6)
+    notes = dict.fromkeys(row.note for row in rows if row.note)
+    footer = "\n".join([*notes, f"{rows[0].origin.hardware}, {rows[0].origin.commit}"])
+    figure.supxlabel(footer, x=1, ha="right", fontsize=6)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path

@@ -74,6 +74,8 @@ class Row:
     """Where the figure stands in a sweep; None outside one."""
     x_name: str | None = None
     """Of what it is a sweep: streams, position, delay."""
+    note: str | None = None
+    """What a reader must know beside the figure: under the table and in its plot."""
 
     @property
     def falls_short(self) -> bool:

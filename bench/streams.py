@@ -65,6 +65,11 @@ class StreamRun:
         return (times[-1] - times[0]) / sum(tokens)
 
 
+def tokens_per_s(runs: Sequence[StreamRun]) -> float:
+    """Tokens of a whole batch a second, until the last stream's last token: prefill included."""
+    return sum(run.num_tokens for run in runs) / max(run.chunk_s[-1] for run in runs)
+
+
 class StreamProcess:
     """A client in a child process. Use it by `with`; it is connected once entered."""
 

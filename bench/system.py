@@ -53,12 +53,30 @@ class SystemRun:
 class RunningSystem:
     """`specdec up` in a child process. Use it by `with`; it is ready once entered."""
 
-    def __init__(self, target_dir: Path, draft_dir: Path, dtype: str = "float32") -> None:
-        """Threads are what `specdec up` chooses by itself: no more than the peers get."""
+    def __init__(
+        self,
+        target_dir: Path,
+        draft_dir: Path,
+        dtype: str = "float32",
+        device: str = "cpu",
+        kv_cache_bytes: tuple[int, int] | None = None,
+    ) -> None:
+        """Threads are what `specdec up` chooses by itself: no more than the peers get.
+
+        Args:
+            target_dir: a checkpoint.
+            draft_dir: a checkpoint of the same vocabulary.
+            dtype: as a service takes it.
+            device: of both models.
+            kv_cache_bytes: of target and draft. None is what each takes by itself, which on a GPU is nearly all that is
+                free: too much for two.
+        """
         models = ["--target", str(target_dir), "--draft", str(draft_dir)]
         self._command = [sys.executable, "-m", "specdec.cli", "up", *models, "--listen", "127.0.0.1:0"]
-        self._command += ["--device", "cpu", "--dtype", dtype]
+        self._command += ["--device", device, "--dtype", dtype]
         self._environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        for role, num_bytes in zip(("TARGET", "DRAFT"), kv_cache_bytes or (), strict=False):
+            self._environment[f"SPECDEC_{role}__KV_CACHE_BYTES"] = str(num_bytes)
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile("w+")

@@ -17,9 +17,9 @@ from bench.pairs import interleave, median_ratio
 from bench.peers import PeerProcess
 from bench.report import progress
 from bench.rows import Origin, Row
-from bench.streams import StreamProcess, StreamRequest, StreamRun
+from bench.streams import StreamProcess, StreamRequest, StreamRun, tokens_per_s
 from bench.system import RunningSystem
-from bench.workload import NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
+from bench.workload import NUM_NEW_TOKENS, NUM_THREADS, OwnPrompts, prompt_token_ids
 
 SUITE = "throughput"
 CASE = "deep(18, 0.02)"
@@ -60,10 +60,9 @@ class _Suite:
     def __init__(self, clients: StreamProcess, peer: PeerProcess, prompts: list[list[int]], quick: bool) -> None:
         self._clients = clients
         self._peer = peer
-        self._prompts = prompts
+        self._prompts = OwnPrompts(prompts)
         self._quick = quick
         self._row = partial(Row, suite=SUITE, origin=Origin(), quick=quick)
-        self._num_prompts = 0
 
     def closed_loop(self) -> list[Row]:
         """Rows 5 and 6, and the rates they come from."""
@@ -121,21 +120,11 @@ class _Suite:
     def _run_batch(self, index: int, concurrency: int, options: dict[str, object]) -> float:
         """Tokens a second of one batch."""
         fixed = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
-        runs = self._clients.run([StreamRequest(prompt, fixed | options) for prompt in self._batch(concurrency)])
-        return sum(run.num_tokens for run in runs) / max(run.chunk_s[-1] for run in runs)
+        prompts = self._prompts.batch(concurrency)
+        return tokens_per_s(self._clients.run([StreamRequest(prompt, fixed | options) for prompt in prompts]))
 
     def _run_peer(self, index: int, concurrency: int) -> float:
-        return concurrency * NUM_NEW_TOKENS / self._peer.run_batch(self._batch(concurrency), NUM_NEW_TOKENS)
-
-    def _batch(self, size: int) -> list[list[int]]:
-        return [self._next_prompt() for _ in range(size)]
-
-    def _next_prompt(self) -> list[int]:
-        """A prompt whose second token is its own, so that no two share KV blocks."""
-        prompt = list(self._prompts[self._num_prompts % len(self._prompts)])
-        self._num_prompts += 1
-        prompt[1] = 300 + self._num_prompts % 1_500
-        return prompt
+        return concurrency * NUM_NEW_TOKENS / self._peer.run_batch(self._prompts.batch(concurrency), NUM_NEW_TOKENS)
 
     def _arrivals(self, rate: float, options: dict[str, object]) -> list[StreamRequest]:
         """The same times for every system: they are drawn from the rate alone."""
@@ -143,7 +132,7 @@ class _Suite:
         seconds = ARRIVALS_S / (4 if self._quick else 1)
         offsets = np.cumsum(dice.exponential(1 / rate, max(2, int(rate * seconds))))
         fixed = {"max_new_tokens": ARRIVING_TOKENS, "temperature": 0.0, "ignore_eos": True}
-        return [StreamRequest(self._next_prompt(), fixed | options, float(offset)) for offset in offsets]
+        return [StreamRequest(self._prompts.next(), fixed | options, float(offset)) for offset in offsets]
 
 
 _MODES: dict[str, dict[str, object]] = {AUTO: {}, TARGET_ONLY: {"mode": "off"}}

@@ -3,6 +3,7 @@
 Not here: how they were chosen (`models/demo/corpus.py`). Called by the suites.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -31,3 +32,22 @@ def prompt_token_ids(model_dir: Path, length: int | None = None) -> list[list[in
     if length is None:
         return prompts
     return [ids[:1] + ids[1:][-(length - 1) :] for ids in prompts]
+
+
+class OwnPrompts:
+    """The prompts over and over, each time with a second token of its own: no two share KV blocks."""
+
+    def __init__(self, prompts: Sequence[list[int]]) -> None:
+        self._prompts = prompts
+        self._num_given = 0
+
+    def batch(self, size: int) -> list[list[int]]:
+        """The next so many."""
+        return [self.next() for _ in range(size)]
+
+    def next(self) -> list[int]:
+        """The next one."""
+        prompt = list(self._prompts[self._num_given % len(self._prompts)])
+        self._num_given += 1
+        prompt[1] = 300 + self._num_given % 1_500
+        return prompt

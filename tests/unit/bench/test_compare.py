@@ -39,6 +39,14 @@ def test_figures_of_one_run_alone_are_named() -> None:
     assert added[0][1] == "new"
 
 
+def test_the_places_of_a_sweep_are_figures_of_their_own() -> None:
+    sweep = [kept(1.0, x=1), kept(5.0, x=2)]
+    changes, gone, added = compare(sweep, [sweep[0], kept(9.0, x=2)])
+    assert [change.moved for change in changes] == [False, True]
+    assert not gone
+    assert not added
+
+
 def test_the_command_reads_two_files_and_says_how_many_moved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

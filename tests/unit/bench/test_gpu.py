@@ -10,6 +10,17 @@ from transformers import LlamaConfig
 
 from bench import gpu
 
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=4096,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+)
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_device_nothing_is_measured_and_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,19 +29,10 @@ def test_without_a_device_nothing_is_measured_and_one_line_says_so(capsys: pytes
 
 
 def test_each_model_gets_its_step_and_its_ratio_to_the_floor() -> None:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=2048,
-        max_position_embeddings=4096,
-    )
-    rows = gpu.engine_rows(config, "cpu", "tiny", 1 << 20, quick=True)
+    rows = gpu.device_rows(CONFIG, "cpu", "tiny", [gpu.ENGINE], 1 << 20, quick=True)
     found = {(row.system, row.metric): row for row in rows}
     bytes_per_s = found["device", "copy_bandwidth"].value * 1e9
-    layer, head = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 112 + 2 * 64, 64 * 2048 + 64
-    for name, num_layers in (("target", 4), ("draft", 3)):
+    layer, head = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 112 + 2 * 64, 64 * 4096 + 64
+    for name, num_layers in (("target", 6), ("draft", 3)):
         floor_ms = 2 * (num_layers * layer + head) / bytes_per_s * 1e3  # bfloat16
         assert found[name, "step_over_floor"].value == pytest.approx(found[name, "step_ms"].value / floor_ms)

@@ -89,6 +89,16 @@ def test_a_quick_run_and_a_simulated_figure_are_named_as_such() -> None:
     assert "(simulated)" in text.getvalue()
 
 
+def test_a_sweep_shows_its_place_a_band_both_ends_and_a_note_stands_under_the_table_once() -> None:
+    text = io.StringIO()
+    rows = [a_row(x=streams, x_name="streams", note="One device for both.") for streams in (1, 64)]
+    print_table([*rows, a_row(metric="alpha", required=0.75, at_most=0.85)], Console(file=text, width=200))
+    shown = text.getvalue()
+    assert "at 64 streams" in shown
+    assert ">= 0.75 <= 0.85 SHORT" in shown
+    assert shown.count("One device for both.") == 1
+
+
 def test_ratios_and_shared_metrics_are_plotted_and_lone_figures_are_not(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [a_row(), a_row(system="peer"), a_ratio(), a_row(metric="alpha", unit="of tested")]

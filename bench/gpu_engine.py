@@ -1,0 +1,90 @@
+"""The engine alone on one device: a step of target and draft against reading their weights once.
+
+A step of one row reads every weight once (of the input embedding one row), so its floor is those bytes over the copy
+bandwidth measured in the same run (bytes read plus bytes written). Not here: the services (`gpu_stack`). Called by the
+`gpu` suite.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bench.random_pair import RandomPair
+from bench.report import progress
+from bench.rows import Row
+from bench.workload import GAMMA
+from specdec.config import cache_directory
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.block_manager import blocks_for
+from specdec.engine.compiled import CompileOptions, row_counts
+from specdec.engine.hf_adapter import load_worker
+
+TARGET_LIMIT, DRAFT_LIMIT = 1.25, 2.0
+CONTEXT_TOKENS = 512
+NUM_STEPS, NUM_QUICK_STEPS = 50, 5
+
+
+def engine_rows(
+    pair: RandomPair, device: str, shape: str, row: Callable[..., Row], copy_bytes: int, *, quick: bool
+) -> list[Row]:
+    """Steps of both models, each over its own floor.
+
+    Args:
+        pair: what is measured.
+        device: on what.
+        shape: what the rows call it.
+        row: makes a row of this suite.
+        copy_bytes: size of the copy.
+        quick: few steps.
+    """
+    num_steps = NUM_QUICK_STEPS if quick else NUM_STEPS
+    row = partial(row, case=f"{shape}, engine alone, 1 stream, context {CONTEXT_TOKENS}")
+    with progress("gpu: engine", 3) as advance:
+        bytes_per_s = _copy_bandwidth(device, copy_bytes, num_steps)
+        rows = [row(system="device", metric="copy_bandwidth", value=bytes_per_s / 1e9, unit="GB/s")]
+        advance()
+        for name, model, limit in (("target", pair.target, TARGET_LIMIT), ("draft", pair.draft, DRAFT_LIMIT)):
+            # As the services load it.
+            compiling = CompileOptions(
+                row_counts=row_counts(GAMMA + 1), directory=cache_directory(os.environ) / "compiled"
+            )
+            directory = str(model.directory)
+            worker = load_worker(directory, device=device, dtype="bfloat16", num_kv_blocks=256, compiling=compiling)
+            step_s, floor_s = _step_s(worker, device, num_steps), model.step_bytes / bytes_per_s
+            rows.append(row(system=name, metric="step_ms", value=step_s * 1e3, unit="ms"))
+            rows.append(
+                row(system=name, metric="step_over_floor", value=step_s / floor_s, unit="x", ratio_to="floor",
+                    at_most=limit)
+            )  # fmt: skip
+            advance()
+    return rows
+
+
+def _step_s(worker: Worker, device: str, num_steps: int) -> float:
+    """Median time of one row after the context."""
+    blocks = tuple(range(blocks_for(CONTEXT_TOKENS + 1)))
+    worker.execute(StepPlan((SequenceSlice((5,) * CONTEXT_TOKENS, 0, blocks, 0),)))
+    plan = StepPlan((SequenceSlice((5,), CONTEXT_TOKENS, blocks, 1),))
+    return _median_s(lambda: worker.execute(plan), device, num_steps)
+
+
+def _copy_bandwidth(device: str, num_bytes: int, num_steps: int) -> float:
+    """Bytes read plus bytes written a second."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    destination = torch.empty_like(source)
+    return 2 * num_bytes / _median_s(lambda: destination.copy_(source), device, num_steps)
+
+
+def _median_s(action: Callable[[], object], device: str, num_steps: int) -> float:
+    seconds = []
+    for _ in range(num_steps + 3):
+        began = time.perf_counter()
+        action()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[3:])
