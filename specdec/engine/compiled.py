@@ -18,7 +18,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,9 +49,10 @@ _BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
 
 _log = logging.getLogger(__name__)
 
-# Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1; beyond, a step's own work outweighs what
-# compiling saves.
-_ROW_COUNTS = (1, 2, 3, 5, 9)
+# Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1.
+_ROW_COUNTS = (1, 2, 3, 5, 9, 17)
+# Beyond, a step's own work outweighs what compiling saves.
+_MOST_COMPILED_ROWS = 9
 # All packages of a process together: each holds the weights in its own layout.
 _PACKAGES_BYTES = 4 << 30
 # Versions of the graph's code in a process, other models' included; PyTorch's own limit is there to find loops.
@@ -178,7 +179,8 @@ def _blocks_read(view: KvView, device: torch.device) -> torch.Tensor:
 
 
 def _compile(options: CompileOptions, source: GraphSource) -> dict[int, StepFunction]:
-    """One graph for each row count."""
+    """One graph for each row count that is worth it."""
+    options = replace(options, row_counts=tuple(count for count in options.row_counts if count <= _MOST_COMPILED_ROWS))
     weights_bytes = sum(parameter.nbytes for parameter in source.model.parameters())
     is_small = weights_bytes * len(options.row_counts) <= _PACKAGES_BYTES
     with _told_in_one_line(options.backend):

@@ -195,7 +195,7 @@ def test_graphs_have_the_row_counts_that_a_service_meets() -> None:
     assert row_counts(2) == (1, 2)
     assert row_counts(5) == (1, 2, 3, 5)
     assert row_counts(6) == (1, 2, 3, 5, 9)
-    assert row_counts(17) == (1, 2, 3, 5, 9)
+    assert row_counts(17) == (1, 2, 3, 5, 9, 17)
 
 
 def test_an_unknown_backend_is_refused_before_anything_is_loaded() -> None:
