@@ -51,25 +51,27 @@ class IncrementalDetokenizer:
         self._special_token_ids = rules.special_token_ids
         self._stop = tuple(text for text in stop if text)
         self._held = ""
-        self._ended = False
+        self.has_ended = False
+        """After a complete stop string, or `finish`: no more tokens are taken, no more text is delivered."""
 
     def push(self, token_ids: Iterable[int]) -> Pushed:
         """Takes the output's next tokens. After a stop it takes none and delivers nothing."""
         texts: list[str] = []
-        num_kept = 0
         for token_id in token_ids:
-            if self._ended:
+            if self.has_ended:
                 break
-            num_kept += 1
-            if token_id not in self._special_token_ids:
-                texts.append(self._push_one(token_id))
-        return Pushed("".join(texts), num_kept, self._ended)
+            texts.append(self.push_token(token_id))
+        return Pushed("".join(texts), len(texts), self.has_ended)
+
+    def push_token(self, token_id: int) -> str:
+        """Takes the output's next token, unless it `has_ended`; returns newly final text."""
+        return "" if token_id in self._special_token_ids else self._push_one(token_id)
 
     def finish(self) -> str:
         """Delivers what was held back; the output has ended. Empty after a stop, and when called again."""
-        if self._ended:
+        if self.has_ended:
             return ""
-        self._ended = True
+        self.has_ended = True
         return self._held + self._tail()
 
     def _push_one(self, token_id: int) -> str:
@@ -86,7 +88,7 @@ class IncrementalDetokenizer:
         whole = self._held + self._tail()
         starts = [start for start in map(whole.find, self._stop) if start >= 0]
         if starts:
-            self._ended = True
+            self.has_ended = True
             return whole[: min(starts)]
         cut = len(self._held) - max(_overlap(self._held, stop) for stop in self._stop)
         text, self._held = self._held[:cut], self._held[cut:]

@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -21,7 +20,7 @@ from coordinator.accounting import Account
 from coordinator.commits import CommitQueue
 from coordinator.gamma import GammaChooser, PoolRecord
 from coordinator.leases import Leases
-from coordinator.output import OutputWriter
+from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import Placement
 from coordinator.pool import ReplicaPools
 from coordinator.prompt import encode_prompt, resolve_sampling
@@ -31,7 +30,6 @@ from coordinator.requests import (
     GenerationIdentity,
     GenerationRequest,
     GenerationStats,
-    OutputToken,
     RequestParameters,
 )
 from coordinator.round import RoundRunner, RoundSetting
@@ -69,7 +67,8 @@ class _Beginning:
     agreed_len: int
     """Tokens of the session that replicas may hold."""
     is_new_session: bool = False
-    replayed: Sequence[OutputToken] = ()
+    replayed: OutputStep | None = None
+    """What of the output the log already holds."""
 
 
 class Generations:
@@ -182,7 +181,7 @@ class Generations:
             raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
         _check_same_request(request, identity.request_id, identity.digest)
         num_held = request.resume_from or 0
-        check_held(num_held, len(running.stream.tokens))
+        check_held(num_held, running.stream.num_tokens)
         return running.subscribe(num_held)
 
     async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
@@ -247,13 +246,13 @@ class Generations:
         _check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
             logged = await self._read_log(session_id)
-            check_held(num_held, len(logged.output))
+            check_held(num_held, len(logged.output.token_ids))
             return _replay(logged, num_held)
         self._check_serving()
         lease = await self._leases.take_over(session_id)
         try:
             logged = await self._read_log(session_id)
-            check_held(num_held, len(logged.output))
+            check_held(num_held, len(logged.output.token_ids))
             if logged.finish_reason is not None:
                 await self._store.release(lease)
                 return _replay(logged, num_held)
@@ -373,5 +372,5 @@ def _replay(logged: LoggedRequest, num_held: int) -> Subscription:
     stream = OutputStream(logged.identity)
     stream.publish(logged.output)
     if logged.finish_reason is not None:
-        stream.finish(Finished(logged.finish_reason, logged.identity.output_start, len(logged.output), logged.stats))
+        stream.finish(Finished(logged.finish_reason, logged.identity.output_start, stream.num_tokens, logged.stats))
     return Subscription(stream, num_held, on_close=lambda: None)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.detokenizer import IncrementalDetokenizer
-from coordinator.requests import OutputToken, TokenProvenance
 from coordinator.tokenizer import ServedTokenizer
 from specdec.types import FinishReason, SamplingParams
 
@@ -18,7 +17,9 @@ from specdec.types import FinishReason, SamplingParams
 class OutputStep(NamedTuple):
     """What one round added."""
 
-    tokens: tuple[OutputToken, ...]
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    """Text each token completed."""
     finish_reason: FinishReason | None
 
 
@@ -39,23 +40,23 @@ class OutputWriter:
         """Output tokens that may still follow."""
         return self._max_new_tokens - self._num_tokens
 
-    def write(self, token_ids: Sequence[int], provenance: Sequence[TokenProvenance | None]) -> OutputStep:
+    def write(self, token_ids: Sequence[int]) -> OutputStep:
         """Takes tokens up to the one that ends the output; those after it are discarded."""
-        written: list[OutputToken] = []
+        texts: list[str] = []
         detokenizer, end_token_ids = self._detokenizer, self._end_token_ids
-        for token_id, origin in zip(token_ids, provenance, strict=True):
+        finish_reason: FinishReason | None = None
+        for token_id in token_ids:
             self._num_tokens += 1
-            finish_reason: FinishReason | None = None
             if token_id in end_token_ids:
                 # The end token has no text of its own, but text held back in case a stop string began is now final.
                 text, finish_reason = detokenizer.finish(), FinishReason.STOP
             else:
-                text, _, stopped = detokenizer.push((token_id,))
-                if stopped:
+                text = detokenizer.push_token(token_id)
+                if detokenizer.has_ended:
                     finish_reason = FinishReason.STOP_STRING
                 elif self._num_tokens == self._max_new_tokens:
                     text, finish_reason = text + detokenizer.finish(), FinishReason.LENGTH
-            written.append(OutputToken(token_id, text, origin))
+            texts.append(text)
             if finish_reason is not None:
-                return OutputStep(tuple(written), finish_reason)
-        return OutputStep(tuple(written), None)
+                break
+        return OutputStep(tuple(token_ids[: len(texts)]), tuple(texts), finish_reason)

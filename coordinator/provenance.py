@@ -1,4 +1,4 @@
-"""Where each token of a decided round came from: source, p, q, logprobs.
+"""Where the tokens of a decided round came from: source, p, q, logprobs.
 
 Not here: the decision (core), the wire. Called by `round`.
 """
@@ -9,25 +9,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordinator.requests import TokenLogprobs, TokenProvenance, TopLogprob
+from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
 from specdec.core.rejection import Decision
-from specdec.types import LogitRow, Support, TokenSource, Verification
-
-_DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
+from specdec.types import LogitRow, Support, Verification
 
 
 def trace_tokens(
     decision: Decision, supports: Sequence[Support], verification: Verification, draft_pool: str
-) -> tuple[TokenProvenance, ...]:
-    """One entry per decided token; logprobs are set when the target sent logit rows."""
-    entries = []
-    for index, (source, p, q) in enumerate(zip(decision.sources, decision.p, decision.q, strict=True)):
-        pool = draft_pool if source in _DRAFTED else ""
-        logprobs = None
-        if verification.logit_rows:
-            logprobs = _logprobs(decision.token_ids[index], index, supports, verification)
-        entries.append(TokenProvenance(source, p, q, pool, logprobs))
-    return tuple(entries)
+) -> Provenance:
+    """Columns over the decided tokens; logprobs are set when the target sent logit rows."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if verification.logit_rows:
+        logprobs = tuple(
+            _logprobs(token_id, index, supports, verification) for index, token_id in enumerate(decision.token_ids)
+        )
+    return Provenance(decision.sources, decision.p, decision.q, draft_pool, logprobs)
 
 
 def _logprobs(token_id: int, index: int, supports: Sequence[Support], verification: Verification) -> TokenLogprobs:

@@ -11,11 +11,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from coordinator.output import OutputWriter
+from coordinator.output import OutputStep, OutputWriter
 from coordinator.requests import (
     GenerationIdentity,
     GenerationStats,
-    OutputToken,
     RequestParameters,
     SpeculationChoice,
 )
@@ -32,7 +31,7 @@ class LoggedRequest:
     identity: GenerationIdentity
     token_ids: list[int]
     """All tokens of the session."""
-    output: tuple[OutputToken, ...]
+    output: OutputStep
     writer: OutputWriter
     """Has written `output`; what follows continues its text."""
     round_id: int
@@ -62,7 +61,7 @@ async def read_logged_request(
     return LoggedRequest(
         identity=identity,
         token_ids=token_ids,
-        output=writer.write(output, [None] * len(output)).tokens,
+        output=writer.write(output),
         writer=writer,
         round_id=record.round_id,
         stats=decode_stats(stored.stats_json),

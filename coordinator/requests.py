@@ -97,27 +97,22 @@ class TokenLogprobs:
     top: tuple[TopLogprob, ...]
 
 
-class TokenProvenance(NamedTuple):
-    """Where an output token came from."""
+class Provenance(NamedTuple):
+    """Where the tokens of one round came from: a column each, in their order."""
 
-    source: TokenSource
-    p: float
+    sources: tuple[TokenSource, ...]
+    p: tuple[float, ...]
     """Target probability after filters."""
-    q: float
-    """Draft probability it was drawn with; 0 where there was no draft token."""
+    q: tuple[float, ...]
+    """Draft probability each was drawn with; 0 where there was no draft token."""
     draft_pool: str
-    """Pool that drafted it, or ""."""
-    logprobs: TokenLogprobs | None
+    """Pool that drafted them, or ""."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """Empty where nobody asked for them."""
 
-
-class OutputToken(NamedTuple):
-    """A committed output token."""
-
-    token_id: int
-    text: str
-    """Text it completed: a function of the output up to and including it."""
-    provenance: TokenProvenance | None
-    """None for a token replayed from the log."""
+    def since(self, count: int) -> Provenance:
+        """Without the first `count` tokens."""
+        return Provenance(self.sources[count:], self.p[count:], self.q[count:], self.draft_pool, self.logprobs[count:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +124,28 @@ class Started:
 
 
 class Chunk(NamedTuple):
-    """The tokens of one round (or of a replay), as the proto's `TokenChunk`."""
+    """The committed tokens of one round (or of a replay), as the proto's `TokenChunk`: a column each."""
 
     start: int
     """Index of the first one in the output."""
-    tokens: tuple[OutputToken, ...]
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    """Text each completed: a function of the output up to and including it."""
+    provenance: Provenance | None
+    """Of these tokens and perhaps more, which the output left out; None for tokens replayed from the log."""
 
     @property
-    def text(self) -> str:
-        return "".join(token.text for token in self.tokens)
+    def end(self) -> int:
+        """Index behind the last one in the output."""
+        return self.start + len(self.token_ids)
+
+    def since(self, index: int) -> Chunk:
+        """What of it is at `index` of the output or behind it."""
+        count = index - self.start
+        if count <= 0:
+            return self
+        provenance = self.provenance and self.provenance.since(count)
+        return Chunk(index, self.token_ids[count:], self.texts[count:], provenance)
 
 
 @dataclass(slots=True)

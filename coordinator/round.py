@@ -21,7 +21,7 @@ from coordinator.gamma import GammaChooser, RoundTimes
 from coordinator.placement import SessionReplicas
 from coordinator.pool import DraftReplica, Replica, TargetReplica
 from coordinator.provenance import trace_tokens
-from coordinator.requests import TokenProvenance
+from coordinator.requests import Provenance
 from coordinator.tokens import SessionTokens
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
@@ -75,7 +75,7 @@ class RoundOutcome(NamedTuple):
     """What a round decided. Nothing of it is committed yet."""
 
     token_ids: tuple[int, ...]
-    provenance: tuple[TokenProvenance, ...]
+    provenance: Provenance
     num_draft_tokens: int
     num_accepted: int
     draft_s: float

@@ -15,12 +15,15 @@ import specdec
 from coordinator.generations import Generations
 from coordinator.pool import DRAFT, ReplicaPools
 from coordinator.recovery import decode_stats
-from coordinator.requests import Chunk, Event, Finished, GenerationStats, OutputToken, Started
+from coordinator.requests import Chunk, Event, Finished, GenerationStats, Started
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.validation import ServingLimits, validate_messages, validate_request, validate_session_id
 from specdec.errors import InvalidRequest
-from specdec.types import Mode
+from specdec.types import Mode, TokenSource
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+#: Sources whose token the draft pool had a part in.
+_DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -151,24 +154,29 @@ def _encode_chunk(chunk: Chunk, *, with_details: bool) -> coordinator_pb2.Genera
     response = coordinator_pb2.GenerateResponse()
     message = response.tokens
     message.index = chunk.start
-    message.token_ids.extend([token.token_id for token in chunk.tokens])
-    message.text = chunk.text
+    message.token_ids.extend(chunk.token_ids)
+    message.text = "".join(chunk.texts)
     if with_details:
-        message.details.extend(_encode_detail(token) for token in chunk.tokens)
+        message.details.extend(_encode_detail(chunk, index) for index in range(len(chunk.token_ids)))
     return response
 
 
-def _encode_detail(token: OutputToken) -> coordinator_pb2.TokenDetail:
+def _encode_detail(chunk: Chunk, index: int) -> coordinator_pb2.TokenDetail:
     """A token replayed from the log has its text alone: where it came from is not stored."""
-    origin = token.provenance
+    origin = chunk.provenance
     if origin is None:
-        return coordinator_pb2.TokenDetail(text=token.text)
+        return coordinator_pb2.TokenDetail(text=chunk.texts[index])
+    source = origin.sources[index]
     detail = coordinator_pb2.TokenDetail(
-        source=int(origin.source), p=origin.p, q=origin.q, draft_pool=origin.draft_pool, text=token.text
+        source=int(source),
+        p=origin.p[index],
+        q=origin.q[index],
+        draft_pool=origin.draft_pool if source in _DRAFTED else "",
+        text=chunk.texts[index],
     )
-    if origin.logprobs is not None:
-        detail.logprob = origin.logprobs.logprob
-        for top in origin.logprobs.top:
+    if origin.logprobs:
+        detail.logprob = origin.logprobs[index].logprob
+        for top in origin.logprobs[index].top:
             detail.top_logprobs.add(token_id=top.token_id, logprob=top.logprob)
     return detail
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from coordinator.commits import CommitQueue
 from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import SessionReplicas
 from coordinator.recovery import encode_stats
-from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, OutputToken, Started
+from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, Provenance, Started
 from coordinator.round import RoundOutcome, RoundRunner
 from coordinator.tokens import SessionTokens
 from specdec.errors import Internal, LeaseLost, SessionLost, SpecdecError, Unavailable
@@ -49,8 +49,8 @@ class OutputStream:
 
     def __init__(self, identity: GenerationIdentity) -> None:
         self.identity = identity
-        self.tokens: list[OutputToken] = []
-        self._ends: list[int] = []
+        self.num_tokens = 0
+        self._chunks: list[Chunk] = []
         self._finished: Finished | None = None
         self._error: SpecdecError | None = None
         self._readers: list[asyncio.Future[None]] = []
@@ -60,11 +60,12 @@ class OutputStream:
     def is_over(self) -> bool:
         return self._finished is not None or self._error is not None
 
-    def publish(self, tokens: Sequence[OutputToken]) -> None:
-        """Adds one chunk."""
-        if tokens:
-            self.tokens.extend(tokens)
-            self._ends.append(len(self.tokens))
+    def publish(self, step: OutputStep, provenance: Provenance | None = None) -> None:
+        """Adds one chunk; `provenance` is of tokens that do not come from the log."""
+        if step.token_ids:
+            chunk = Chunk(self.num_tokens, step.token_ids, step.texts, provenance)
+            self._chunks.append(chunk)
+            self.num_tokens = chunk.end
         self._tell()
 
     def finish(self, finished: Finished) -> None:
@@ -89,12 +90,12 @@ class OutputStream:
         )
         position, chunk_index = start, 0
         while True:
-            while chunk_index < len(self._ends):
-                end = self._ends[chunk_index]
+            while chunk_index < len(self._chunks):
+                chunk = self._chunks[chunk_index]
                 chunk_index += 1
-                if end > position:
-                    yield Chunk(position, tuple(self.tokens[position:end]))
-                    position = end
+                if chunk.end > position:
+                    yield chunk.since(position)
+                    position = chunk.end
             if self._error is not None:
                 raise self._error
             if self._finished is not None:
@@ -158,10 +159,11 @@ class GenerationParts:
 class Generation:
     """A running request of one session, in its own task."""
 
-    def __init__(self, identity: GenerationIdentity, parts: GenerationParts, replayed: Sequence[OutputToken]) -> None:
-        """`replayed`: output tokens that the log already holds."""
+    def __init__(self, identity: GenerationIdentity, parts: GenerationParts, replayed: OutputStep | None) -> None:
+        """`replayed`: output that the log already holds."""
         self.stream = OutputStream(identity)
-        self.stream.publish(replayed)
+        if replayed is not None:
+            self.stream.publish(replayed)
         self._identity = identity
         self._parts = parts
         self._num_readers = 0
@@ -225,9 +227,9 @@ class Generation:
         parts = self._parts
         while True:
             outcome = await parts.runner.run(parts.round_id, parts.writer.remaining)
-            step = parts.writer.write(outcome.token_ids, outcome.provenance)
+            step = parts.writer.write(outcome.token_ids)
             base_len = len(parts.tokens)
-            parts.tokens.extend(outcome.token_ids[: len(step.tokens)])
+            parts.tokens.extend(step.token_ids)
             parts.replicas.settle(len(parts.tokens))
             if self._publication is not None:
                 # A round takes longer than a commit, so that there is hardly ever anything to wait for.
@@ -252,7 +254,7 @@ class Generation:
             commit = Commit(
                 round_id=round_id,
                 base_len=base_len,
-                token_ids=np.array([token.token_id for token in step.tokens], dtype=np.uint32),
+                token_ids=np.array(step.token_ids, dtype=np.uint32),
                 stats_json=encode_stats(self._parts.account.stats),
                 finish_reason=step.finish_reason,
             )
@@ -262,21 +264,22 @@ class Generation:
 
         def settle(error: Exception | None) -> None:
             if error is None:
-                self._show(step.tokens)
+                show()
                 shown.set_result(None)
             elif isinstance(error, SessionLost | Unavailable):
-                self._insisting = asyncio.create_task(self._insist(commit, step.tokens, error, shown))
+                self._insisting = asyncio.create_task(self._insist(commit, show, error, shown))
             else:
                 shown.set_exception(error)
 
+        show = partial(self._show, step, outcome.provenance)
         self._parts.commits.add(self._parts.lease, commit, settle)
 
-    def _show(self, tokens: Sequence[OutputToken]) -> None:
-        self._parts.account.count_chunk(len(tokens), is_first=not self.stream.tokens)
-        self.stream.publish(tokens)
+    def _show(self, step: OutputStep, provenance: Provenance) -> None:
+        self._parts.account.count_chunk(len(step.token_ids), is_first=not self.stream.num_tokens)
+        self.stream.publish(step, provenance)
 
     async def _insist(
-        self, commit: Commit, tokens: Sequence[OutputToken], error: SpecdecError, shown: asyncio.Future[None]
+        self, commit: Commit, show: Callable[[], None], error: SpecdecError, shown: asyncio.Future[None]
     ) -> None:
         """Settles a publication whose commit met `error`."""
         try:
@@ -287,7 +290,7 @@ class Generation:
         except Exception as failure:
             shown.set_exception(failure)
         else:
-            self._show(tokens)
+            show()
             shown.set_result(None)
 
     async def _commit_again(self, commit: Commit, error: SpecdecError) -> None:
@@ -331,7 +334,7 @@ class Generation:
             if not self._publication.cancelled() and (failure := self._publication.exception()):
                 _log.debug("the last commit failed: %s", failure)
         try:
-            if error is not None and not self.stream.tokens and not self.is_cancelled:
+            if error is not None and not self.stream.num_tokens and not self.is_cancelled:
                 await self._parts.on_barren_failure()
             await self._parts.store.release(self._parts.lease)
         except SpecdecError as failure:
@@ -339,5 +342,5 @@ class Generation:
 
     def _finished(self, reason: FinishReason) -> Finished:
         account = self._parts.account
-        account.count_finish(reason, len(self.stream.tokens))
-        return Finished(reason, self._identity.output_start, len(self.stream.tokens), account.stats)
+        account.count_finish(reason, self.stream.num_tokens)
+        return Finished(reason, self._identity.output_start, self.stream.num_tokens, account.stats)

@@ -57,18 +57,16 @@ def decode_supports(messages: Sequence[draft_pb2.Supports], num_supports: Sequen
 
 
 def _ascending(deltas: NDArray[np.int64], sizes: list[int]) -> TokenIds:
-    """Ids from deltas, which it overwrites: all supports in one running sum, from which what came before is taken."""
-    starts = [0, *accumulate(sizes[:-1])]
-    firsts = deltas[starts]
-    deltas[starts] = 1
-    if not deltas.all():
+    """Ids from deltas, which it overwrites: all supports in one running sum, each taking back the one before."""
+    starts = np.array([0, *accumulate(sizes[:-1])])
+    # Only the first id of a support may be 0.
+    if np.count_nonzero(deltas) - np.count_nonzero(deltas[starts]) != len(deltas) - len(starts):
         raise ValueError("token ids are not ascending")
-    deltas[starts] = firsts
-    sums = deltas.cumsum()
-    ids = sums - np.repeat(sums[starts] - firsts, sizes)
-    if ids.max() > _LARGEST_ID:
+    lasts = np.add.reduceat(deltas, starts)  # [len(sizes)]
+    if lasts.max() > _LARGEST_ID:
         raise ValueError("a token id is beyond 32 bits")
-    return ids.astype(np.uint32)
+    deltas[starts[1:]] -= lasts[:-1]
+    return deltas.cumsum().astype(np.uint32)
 
 
 def token_ids(values: Sequence[int]) -> TokenIds:

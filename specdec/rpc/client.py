@@ -2,8 +2,8 @@
 
 A link keeps one bidirectional stream open and multiplexes any number of calls on it: what is asked within one turn of
 the event loop travels in one frame, and replies come back in any order; those of a frame are decoded together. A link
-dials when first used and again after a
-break; it does not retry calls, because only the round loop knows what a late answer is worth.
+dials when first used and again after a break; it does not retry calls, because only the round loop knows what a late
+answer is worth.
 
 Not here: choosing replicas, deadlines, retries (the coordinator). Called by the coordinator, and by tests.
 """
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import Internal, InvalidRequest, Unavailable
 from specdec.rpc import codec, replies, status
+from specdec.rpc.framing import join_items, split_items
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
@@ -61,9 +63,8 @@ class WireCount:
 @dataclass(slots=True)
 class _Pending:
     request: Any
-    message: Any
+    item: bytes
     """The request, encoded."""
-    message_bytes: int
     wire: WireCount
     answer: asyncio.Future[Any]
 
@@ -79,13 +80,18 @@ class _Stream:
     def __init__(
         self,
         call: Any,
-        frame_of: Callable[[list[Any]], Any],
-        items_of: Callable[[Any], Sequence[Any]],
+        items_of: Callable[[bytes], Sequence[tuple[Any, int]]],
         decode: Callable[[list[Any], list[Any]], Sequence[Any]],
         address: str,
     ) -> None:
+        """
+        Args:
+            call: takes and gives frames as bytes.
+            items_of: the replies of a frame with their sizes in bytes; raises DecodeError.
+            decode: the answers that replies of one frame give to their requests.
+            address: of the replica.
+        """
         self._call = call
-        self._frame_of = frame_of
         self._items_of = items_of
         self._decode = decode
         self._address = address
@@ -103,12 +109,9 @@ class _Stream:
             if self._next_call_id not in self._pending:
                 return self._next_call_id
 
-    async def ask(
-        self, request: Any, message: Any, message_bytes: int, wire: WireCount, deadline_s: float | None
-    ) -> Any:
+    async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, deadline_s: float | None) -> Any:
         """Sends one item; returns its decoded reply. `deadline_s` is of the loop's clock; raises TimeoutError at it."""
-        call_id = message.call_id
-        pending = _Pending(request, message, message_bytes, wire, self._loop.create_future())
+        pending = _Pending(request, item, wire, self._loop.create_future())
         self._pending[call_id] = pending
         self._outbox.append(pending)
         self._wake.set()
@@ -152,17 +155,19 @@ class _Stream:
                 self._deliver(frame)
         except grpc.aio.AioRpcError as error:
             return status.from_rpc_error(error, peer=self._address).message
+        except DecodeError as error:
+            return f"{self._address}: the replica sent what is no frame: {error}"
         return f"{self._address}: the replica closed the stream"
 
-    def _deliver(self, frame: Any) -> None:
+    def _deliver(self, frame: bytes) -> None:
         """Decodes the replies of a frame together and tells each caller its own."""
         items: list[Any] = []
         waiting: list[_Pending] = []
-        for item in self._items_of(frame):
+        for item, num_bytes in self._items_of(frame):
             pending = self._pending.get(item.call_id)
             if pending is None or pending.answer.done():
                 continue
-            pending.wire.num_bytes += item.ByteSize()
+            pending.wire.num_bytes += num_bytes
             if item.HasField("status") and item.status.code:
                 pending.answer.set_exception(status.from_item_status(item.status))
             else:
@@ -183,21 +188,21 @@ class _Stream:
                 await self._wake.wait()
                 self._wake.clear()
                 while items := self._take():
-                    await self._call.write(self._frame_of(items))
+                    await self._call.write(join_items(items))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same break and says what it was
         finally:
             self._call.cancel()  # whatever ended the writer ends the stream; a no-op on one that has ended
 
-    def _take(self) -> list[Any]:
-        items: list[Any] = []
+    def _take(self) -> list[bytes]:
+        items: list[bytes] = []
         size = 0
-        while self._outbox and (not items or size + self._outbox[0].message_bytes <= FRAME_BYTES):
+        while self._outbox and (not items or size + len(self._outbox[0].item) <= FRAME_BYTES):
             pending = self._outbox.popleft()
             if not pending.answer.done():
-                items.append(pending.message)
-                size += pending.message_bytes
-                pending.wire.num_bytes += pending.message_bytes
+                items.append(pending.item)
+                size += len(pending.item)
+                pending.wire.num_bytes += len(pending.item)
         return items
 
 
@@ -221,17 +226,15 @@ class _Link(Generic[RequestT, ReplyT]):
 
     # What a subclass fills in.
     _stub_type: Callable[[grpc.aio.Channel], Any]
+    _stream_method: str
+    """Full name of the call that frames travel on."""
+    _reply_type: type[Message]
 
-    def _open_call(self, stub: Any) -> Any:
+    def _replies_of(self, frame: bytes) -> Sequence[Any]:
+        """As protobuf reads the frame message."""
         raise NotImplementedError
 
-    def _frame_of(self, items: list[Any]) -> Any:
-        raise NotImplementedError
-
-    def _items_of(self, frame: Any) -> Sequence[Any]:
-        raise NotImplementedError
-
-    def _encode(self, request: RequestT, call_id: int) -> Any:
+    def _encode(self, request: RequestT, call_id: int) -> Message:
         raise NotImplementedError
 
     def _decode(self, messages: list[Any], requests: list[RequestT]) -> Sequence[ReplyT | Internal]:
@@ -240,29 +243,37 @@ class _Link(Generic[RequestT, ReplyT]):
 
     async def _ask(self, request: RequestT, wire: WireCount | None, deadline_s: float | None = None) -> ReplyT:
         stream = self._open_stream()
-        message = self._encode(request, stream.next_call_id())
-        message_bytes = message.ByteSize()
-        if message_bytes + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
+        call_id = stream.next_call_id()
+        item = self._encode(request, call_id).SerializeToString()
+        if len(item) + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
             raise InvalidRequest(
-                f"{self.address}: a request of {message_bytes} bytes; the limit is {self._max_message_bytes}"
+                f"{self.address}: a request of {len(item)} bytes; the limit is {self._max_message_bytes}"
             )
         wire = WireCount() if wire is None else wire
-        reply: ReplyT = await stream.ask(request, message, message_bytes, wire, deadline_s)
+        reply: ReplyT = await stream.ask(call_id, request, item, wire, deadline_s)
         return reply
+
+    def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
+        """The replies of a frame and their sizes. Raises DecodeError."""
+        items = split_items(frame)
+        if items is None:  # with fields that a later version has, or broken
+            return [(reply, reply.ByteSize()) for reply in self._replies_of(frame)]
+        return [(self._reply_type.FromString(item), len(item)) for item in items]
 
     def _open_stream(self) -> _Stream:
         if self._stream is None or self._stream.closed:
-            call = self._open_call(self._dial())
-            self._stream = _Stream(call, self._frame_of, self._items_of, self._decode, self.address)
+            # Without serializers: frames are bytes here.
+            call: Any = self._dial().stream_stream(self._stream_method)()
+            self._stream = _Stream(call, self._items_of, self._decode, self.address)
         return self._stream
 
-    def _dial(self) -> Any:
+    def _dial(self) -> grpc.aio.Channel:
         if self._closed:
             raise Unavailable(f"{self.address}: the link is closed")
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
             self._stub = type(self)._stub_type(self._channel)
-        return self._stub
+        return self._channel
 
     async def info(self) -> EngineInfo:
         """Asks the replica what it is.
@@ -282,8 +293,9 @@ class _Link(Generic[RequestT, ReplyT]):
         await self._unary("Release", common_pb2.ReleaseRequest(session_ids=session_ids))
 
     async def _unary(self, method: str, request: Any) -> Any:
+        self._dial()
         try:
-            return await getattr(self._dial(), method)(request, timeout=self._call_timeout_s)
+            return await getattr(self._stub, method)(request, timeout=self._call_timeout_s)
         except grpc.aio.AioRpcError as error:
             raise status.from_rpc_error(error, peer=self.address) from error
 
@@ -300,6 +312,8 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
     """The link to one draft replica."""
 
     _stub_type = draft_pb2_grpc.DraftServiceStub
+    _stream_method = "/specdec.v1.DraftService/Propose"
+    _reply_type = draft_pb2.Proposal
 
     async def propose(
         self, request: ProposeRequest, wire: WireCount | None = None, *, deadline_s: float | None = None
@@ -317,14 +331,8 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
         """
         return await self._ask(request, wire, deadline_s)
 
-    def _open_call(self, stub: Any) -> Any:
-        return stub.Propose()
-
-    def _frame_of(self, items: list[Any]) -> draft_pb2.ProposeFrame:
-        return draft_pb2.ProposeFrame(requests=items)
-
-    def _items_of(self, frame: draft_pb2.ProposalFrame) -> Sequence[draft_pb2.Proposal]:
-        return frame.proposals
+    def _replies_of(self, frame: bytes) -> Sequence[draft_pb2.Proposal]:
+        return draft_pb2.ProposalFrame.FromString(frame).proposals
 
     def _encode(self, request: ProposeRequest, call_id: int) -> draft_pb2.ProposeRequest:
         return codec.encode_propose_request(request, call_id)
@@ -339,19 +347,15 @@ class TargetLink(_Link[VerifyRequest, Verification]):
     """The link to one target replica."""
 
     _stub_type = target_pb2_grpc.TargetServiceStub
+    _stream_method = "/specdec.v1.TargetService/Verify"
+    _reply_type = target_pb2.Verification
 
     async def verify(self, request: VerifyRequest, wire: WireCount | None = None) -> Verification:
         """Asks for p at the draft's positions. Idempotent, counted, cancelled and failing as `DraftLink.propose`."""
         return await self._ask(request, wire)
 
-    def _open_call(self, stub: Any) -> Any:
-        return stub.Verify()
-
-    def _frame_of(self, items: list[Any]) -> target_pb2.VerifyFrame:
-        return target_pb2.VerifyFrame(requests=items)
-
-    def _items_of(self, frame: target_pb2.VerificationFrame) -> Sequence[target_pb2.Verification]:
-        return frame.verifications
+    def _replies_of(self, frame: bytes) -> Sequence[target_pb2.Verification]:
+        return target_pb2.VerificationFrame.FromString(frame).verifications
 
     def _encode(self, request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:
         return codec.encode_verify_request(request, call_id)

@@ -24,7 +24,9 @@ _MAX_LOGPROBS = 1024
 
 def encode_propose_request(request: ProposeRequest, call_id: int) -> draft_pb2.ProposeRequest:
     """One item of a ProposeFrame."""
-    return draft_pb2.ProposeRequest(call_id=call_id, round=encode_round(request.round), gamma=request.gamma)
+    message = draft_pb2.ProposeRequest(call_id=call_id, gamma=request.gamma)
+    encode_round(request.round, message.round)
+    return message
 
 
 def decode_propose_request(message: draft_pb2.ProposeRequest, limits: EngineInfo) -> ProposeRequest:
@@ -41,11 +43,9 @@ def decode_propose_request(message: draft_pb2.ProposeRequest, limits: EngineInfo
 def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:
     """One item of a VerifyFrame."""
     message = target_pb2.VerifyRequest(
-        call_id=call_id,
-        round=encode_round(request.round),
-        draft_token_ids=request.draft_token_ids.tolist(),
-        num_logprobs=request.num_logprobs,
+        call_id=call_id, draft_token_ids=request.draft_token_ids.tolist(), num_logprobs=request.num_logprobs
     )
+    encode_round(request.round, message.round)
     if request.support_ids:
         # As the draft's reply brought them, where they came in one.
         wire = request.support_ids.wire if isinstance(request.support_ids, PackedIds) else None

@@ -79,7 +79,7 @@ def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[P
         Proposal(
             draft_token_ids=token_ids(token_ids_),
             supports=supports,
-            lost_mass=tuple(message.lost_mass),
+            lost_mass=tuple(message.lost_mass[:]),
             kv_len=message.kv_len,
             num_cached_tokens=message.num_cached_tokens,
             forward_s=message.forward_s,

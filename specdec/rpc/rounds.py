@@ -15,40 +15,53 @@ from specdec.v1 import common_pb2
 _MAX_SESSION_ID_BYTES = 256
 
 
-#: Laws whose messages are remembered: those of the requests that run.
-_MAX_LAWS = 4096
+#: Requests, and laws, that are remembered: those that run.
+_MAX_REMEMBERED = 4096
 _REMEMBERED_LAW_BYTES = 512
 
-_encoded_laws: dict[int, tuple[LawParams, common_pb2.LawParams]] = {}
-"""By `id`; holding the law itself keeps its id from meaning another one."""
+_encoded_requests: dict[tuple[str, int, int, int, int, int, int], tuple[LawParams, bytes]] = {}
+"""What all rounds of a request say, by its fields and the `id` of its law; holding the law itself keeps that id from
+meaning another one."""
 
 _decoded_laws: dict[tuple[bytes, int], LawParams] = {}
 """By their bytes and the vocabulary they were checked against."""
 
 
-def encode_round(round_: Round) -> common_pb2.Round:
-    return common_pb2.Round(
-        session_id=round_.session_id,
-        epoch=round_.epoch,
-        round_id=round_.round_id,
-        start=round_.start,
-        prefix_hash=round_.prefix_hash,
-        token_ids=round_.token_ids.tolist(),
-        law=_encode_law(round_.law),
-        seed=round_.seed,
-        turn=round_.turn,
-        output_start=round_.output_start,
-        draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
+def encode_round(round_: Round, message: common_pb2.Round) -> None:
+    """Fills an empty message."""
+    message.MergeFromString(_encode_request(round_))
+    message.round_id = round_.round_id
+    message.start = round_.start
+    message.prefix_hash = round_.prefix_hash
+    message.token_ids.extend(round_.token_ids.tolist())
+
+
+def _encode_request(round_: Round) -> bytes:
+    """The fields that are the same in all rounds of a request, as a message's bytes, which are made once."""
+    law = round_.law
+    key = (
+        round_.session_id,
+        round_.epoch,
+        round_.seed,
+        round_.turn,
+        round_.output_start,
+        int(round_.draw_rule),
+        id(law),
     )
-
-
-def _encode_law(law: LawParams) -> common_pb2.LawParams:
-    """A request has one law for all its rounds, so that its message is made once. Callers do not change it."""
-    known = _encoded_laws.get(id(law))
+    known = _encoded_requests.get(key)
     if known is None:
-        if len(_encoded_laws) >= _MAX_LAWS:
-            _encoded_laws.clear()
-        known = _encoded_laws[id(law)] = law, _law_message(law)
+        if len(_encoded_requests) >= _MAX_REMEMBERED:
+            _encoded_requests.clear()
+        message = common_pb2.Round(
+            session_id=round_.session_id,
+            epoch=round_.epoch,
+            law=_law_message(law),
+            seed=round_.seed,
+            turn=round_.turn,
+            output_start=round_.output_start,
+            draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
+        )
+        known = _encoded_requests[key] = law, message.SerializeToString()
     return known[1]
 
 
@@ -112,7 +125,7 @@ def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
     if law is None:
         law = _read_law(message, limits)
         if len(key[0]) <= _REMEMBERED_LAW_BYTES:  # long lists of biases are few
-            if len(_decoded_laws) >= _MAX_LAWS:
+            if len(_decoded_laws) >= _MAX_REMEMBERED:
                 _decoded_laws.clear()
             _decoded_laws[key] = law
     return law

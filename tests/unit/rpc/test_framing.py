@@ -1,0 +1,83 @@
+"""Frames put together and taken apart as bytes, against protobuf's own reading of the same messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.errors import Unavailable
+from specdec.rpc.client import DraftLink
+from specdec.rpc.framing import join_items, split_items
+from specdec.types import DrawRule, ProposeRequest
+from specdec.v1 import draft_pb2
+from tests.arithmetic_engines import make_round
+
+#: Lengths around those where the length needs one byte more.
+SIZES = st.one_of(st.integers(0, 300), st.integers(16_380, 16_390))
+REPLIES = st.lists(st.builds(lambda size, call_id: draft_pb2.Proposal(call_id=call_id, weights=b"w" * size), SIZES,
+                             st.integers(0, 2**32 - 1)), max_size=5)  # fmt: skip
+
+
+@given(REPLIES)
+def test_a_frame_is_the_bytes_protobuf_makes_of_the_same_items(messages: list[draft_pb2.Proposal]) -> None:
+    items = [message.SerializeToString() for message in messages]
+    frame = draft_pb2.ProposalFrame(proposals=messages).SerializeToString()
+    assert join_items(items) == frame
+    assert split_items(frame) == items
+
+
+@given(REPLIES.filter(bool), st.data())
+def test_a_frame_cut_short_is_left_to_protobuf(messages: list[draft_pb2.Proposal], data: Any) -> None:
+    frame = draft_pb2.ProposalFrame(proposals=messages).SerializeToString()
+    ends = {len(draft_pb2.ProposalFrame(proposals=messages[:count]).SerializeToString()) for count in range(6)}
+    cut = data.draw(st.integers(1, len(frame)).filter(lambda place: place not in ends))
+    assert split_items(frame[:cut]) is None
+
+
+@pytest.mark.parametrize("extra", [b"\x10\x07", b"\x1a\x02xy"])
+async def test_replies_are_read_out_of_frames_with_fields_of_a_later_version(extra: bytes) -> None:
+    async def answer(frames: Any) -> Any:
+        async for frame in frames:
+            for request in draft_pb2.ProposeFrame.FromString(frame).requests:
+                reply = draft_pb2.Proposal(call_id=request.call_id, draft_token_ids=[7], lost_mass=[0.0], kv_len=3)
+                yield draft_pb2.ProposalFrame(proposals=[reply]).SerializeToString() + extra
+
+    proposal = await _propose_to(answer)
+    assert proposal.draft_token_ids.tolist() == [7]
+
+
+async def test_a_replica_that_sends_no_frame_is_given_up_and_named() -> None:
+    async def answer(frames: Any) -> Any:
+        async for _ in frames:
+            yield b"\x0a\xff"
+
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica sent what is no frame"):
+        await _propose_to(answer)
+
+
+async def _propose_to(answer: Any) -> Any:
+    """What a link makes of a replica whose stream is `answer`, from frames of bytes to frames of bytes."""
+
+    async def serve(frames: Any, context: Any) -> Any:
+        async for frame in answer(frames):
+            yield frame
+
+    server = grpc.aio.server()
+    handler: Any = grpc.stream_stream_rpc_method_handler(serve)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("specdec.v1.DraftService", {"Propose": handler})]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = DraftLink(f"127.0.0.1:{port}")
+    try:
+        request = ProposeRequest(make_round(draw_rule=DrawRule.COUPLED), 1)
+        return await asyncio.wait_for(link.propose(request), 10)
+    finally:
+        await link.close()
+        await server.stop(0)
