@@ -39,7 +39,7 @@ def named_settings(text: str) -> set[tuple[str, str]]:
     return set(re.findall(r"SPECDEC_([A-Z]+)__([A-Z_]+)", text))
 
 
-@pytest.mark.parametrize("name", [*SERVICES, "redis"])
+@pytest.mark.parametrize("name", [*SERVICES, "redis", "network-policies"])
 def test_every_manifest_passes_the_strict_schema(validate: ModuleType, name: str) -> None:
     assert validate.violations(documents(name)) == []
 
