@@ -1,7 +1,8 @@
 """What a replica's answer must be before a round believes it, beyond what the link has checked against the request.
 
 A replica that answers nonsense must not end the stream where another can serve, nor put a token into the log that no
-tokenizer knows. Not here: what happens then (`round`), the answer's shape (`specdec.rpc.replies`). Called by `round`.
+tokenizer knows; and its refusals are not the client's fault. Not here: what happens then (`round`), the answer's shape
+(`specdec.rpc.replies`). Called by `round`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.core.packed import pack_rows, pack_supports
-from specdec.errors import Internal
+from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
 from specdec.types import Proposal, Verification
 
 
@@ -47,6 +48,20 @@ def check_verification(verification: Verification, address: str, *, vocabulary_s
     rows = verification.rows
     chosen = pack_rows(rows).tail_token_ids if rows else verification.choice_token_ids.tolist()
     _check_ids(chosen, vocabulary_size, f"target {address}")
+
+
+def target_fault(error: SpecdecError, address: str) -> SpecdecError:
+    """What a target's error means for the round.
+
+    The coordinator has checked the client's request before it asks anything, so a target that finds fault with what it
+    was asked (INVALID_ARGUMENT, UNAUTHENTICATED, ...) finds fault with us: the client must not be told to mend it.
+
+    Returns:
+        `error` itself where a round knows what to do about it, else an Internal that names the target at `address`.
+    """
+    if isinstance(error, KvMiss | StaleEpoch | Unavailable | ResourceExhausted | Internal):
+        return error
+    return Internal(f"target {address} refused a verification: {error.code} {error.message}")
 
 
 def _check_ids(token_ids: Sequence[int], vocabulary_size: int, who: str) -> None:

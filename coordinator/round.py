@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from coordinator.answers import check_proposal, check_verification
+from coordinator.answers import check_proposal, check_verification, target_fault
 from coordinator.gamma import GammaChooser, RoundTimes
 from coordinator.placement import SessionReplicas
 from coordinator.pool import DraftReplica, Replica, TargetReplica
@@ -28,7 +28,7 @@ from specdec.core.coupling import verify_choices
 from specdec.core.packed import pack_supports
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, Unavailable
+from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
 from specdec.rpc.client import WireCount
 from specdec.types import DrawRule, LawParams, Mode, Proposal, ProposeRequest, Round, Verification, VerifyRequest
 
@@ -134,7 +134,7 @@ class RoundRunner:
         Raises:
             Unavailable: no target replica can serve.
             ResourceExhausted: no target replica has KV blocks left.
-            Internal: the last target replica there was failed.
+            Internal: the last target replica there was failed, or refused what it was asked.
             StaleEpoch: another coordinator has taken the session over.
         """
         committed_len = len(self._tokens)
@@ -225,7 +225,10 @@ class RoundRunner:
                 replica.num_rows += num_rows
                 return _TargetAnswer(replica, verification, time.perf_counter() - began)
             # Internal too: a device that failed once tends to go on failing, and another replica may serve.
-            except (KvMiss, Unavailable, ResourceExhausted, Internal) as error:
+            except SpecdecError as failure:
+                error = target_fault(failure, replica.address)
+                if isinstance(error, StaleEpoch):
+                    raise
                 _log.warning("target replica %s did not verify: %s", replica.address, error)
                 if error.reason == "REPLICA_UNAVAILABLE":
                     replica.fail(error)
@@ -234,7 +237,9 @@ class RoundRunner:
                 if not self._replicas.has_target(failed):
                     if isinstance(error, KvMiss):
                         raise Unavailable(f"target replica {replica.address} lost the session twice") from error
-                    raise
+                    if error is failure:
+                        raise
+                    raise error from failure
 
     def _verify_request(self, position: Round, proposal: Proposal) -> VerifyRequest:
         return VerifyRequest(

@@ -2,7 +2,9 @@
 
 A package is one row count of one model for one kind of processor: machine code with the weights in it, laid out as its
 kernels read them. Packages are named by a digest of all that they depend on, so nothing is ever stale; a directory may
-be shared by processes, and emptied at any time. Not here: which row counts, and what runs eagerly (`engine.compiled`).
+be shared by processes, and emptied at any time. One that is damaged or that others could have written is compiled again
+(`engine.kept_files`), and those unused for longest go when all of them take too much room. Not here: which row counts,
+and what runs eagerly (`engine.compiled`).
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ import inspect
 import io
 import os
 import platform
-import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.engine import int8_projection, step_graph
+from specdec.engine import int8_projection, kept_files, step_graph
 from specdec.engine.kv_cache import KvCache
 from specdec.engine.step_graph import StepGraph
 from specdec.errors import InvalidRequest
@@ -33,6 +33,9 @@ from specdec.errors import InvalidRequest
 MIN_BLOCKS = 2
 #: Most; no context is longer, and a compiler's arithmetic wants a bound.
 MAX_BLOCKS = 1 << 16
+
+#: Of packages in a directory, in bytes: twice what one process may have (`engine.compiled`).
+MAX_KEPT_BYTES = 8 << 30
 
 _MAX_POOL_BLOCKS = 1 << 30
 # The context that kernels are chosen for.
@@ -81,7 +84,7 @@ class PackageKey:
 
 
 class PackageStore:
-    """Packages in a directory."""
+    """Packages in a directory, `MAX_KEPT_BYTES` of them at most."""
 
     def __init__(self, directory: Path) -> None:
         """Opens a directory, made if absent.
@@ -96,14 +99,12 @@ class PackageStore:
             raise _unkept(directory, error) from error
 
     def load(self, key: PackageKey, num_rows: int) -> StepFunction | None:
-        """The package, or None where there is none that is whole."""
+        """The package, or None where there is none that is whole and that nobody else can have written."""
         path = self._path(key, num_rows)
-        try:
-            with zipfile.ZipFile(path) as archive:
-                is_whole = archive.testzip() is None  # damaged machine code would be run
-        except (OSError, zipfile.BadZipFile):
-            is_whole = False
-        return _PackagedStep(path) if is_whole else None
+        if not kept_files.is_usable(path):
+            return None
+        kept_files.note_use(path)
+        return _PackagedStep(path)
 
     def build(self, key: PackageKey, num_rows: int, graph: StepGraph, cache: KvCache) -> StepFunction:
         """Compiles a package, keeps it and loads it; waits where another process is at it.
@@ -120,10 +121,10 @@ class PackageStore:
                 package = Path(scratch) / path.name
                 inputs = example_inputs(num_rows, graph.num_kinds, cache)
                 _compile(graph, inputs, package, is_tuned=key.is_tuned)
-                unfinished = path.with_suffix(".unfinished")
-                shutil.copyfile(package, unfinished)
-                unfinished.replace(path)
-        return _PackagedStep(path)
+                kept_files.keep(package, path)
+        step = _PackagedStep(path)
+        kept_files.prune(self._directory, "*.pt2", max_bytes=MAX_KEPT_BYTES)
+        return step
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:

@@ -7,6 +7,8 @@ client SDK.
 
 from __future__ import annotations
 
+import re
+
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -58,6 +60,9 @@ _BY_CODE: dict[str, type[SpecdecError]] = {
     "DATA_LOSS": errors.SessionLost,
 }
 
+# In gRPC's words, which begin with who found it too long.
+_OVERSIZED = re.compile(r"(?P<by_us>CLIENT: )?\w+ message larger than max \((?P<size>\d+) vs\. (?P<limit>\d+)\)")
+
 
 def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status:
     """Builds the status with all its details; `request_id` is told to the caller for matching logs."""
@@ -106,9 +111,19 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:
         return from_status(status)
     details = error.details() or ""
     message = f"{peer}: {details}" if peer else details
-    if "message larger than max" in details:
-        return errors.InvalidRequest(message)  # gRPC calls it RESOURCE_EXHAUSTED, but no retry can help
+    if oversized := _OVERSIZED.search(details):
+        return _oversized_message(oversized, peer)
     return _build(error.code().value[0], "", message)
+
+
+def _oversized_message(found: re.Match[str], peer: str) -> SpecdecError:
+    """gRPC refuses such a message before our code sees it: RESOURCE_EXHAUSTED, but no retry can help."""
+    peer, size, limit = peer or "the server", found["size"], found["limit"]
+    if found["by_us"]:
+        return errors.Internal(f"the answer of {peer} has {size} bytes; we take {limit} at most")
+    return errors.InvalidRequest(
+        f"the request has {size} bytes; {peer} takes {limit} at most (its --max-message-bytes)"
+    )
 
 
 def _carried_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:

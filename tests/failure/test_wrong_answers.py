@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from coordinator.pool import DRAFT, TARGET
+from specdec import errors
+from specdec.errors import SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
@@ -47,6 +50,32 @@ class OutsideTheVocabulary:
         )
 
 
+def refusing(error: SpecdecError) -> Callable[[Any], Any]:
+    """What puts `error` in the place of every verification of an engine."""
+
+    class Refusing:
+        def __init__(self, engine: Any) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        async def verify(self, request: VerifyRequest) -> Verification:
+            raise error
+
+    return Refusing
+
+
+REFUSALS = [
+    errors.InvalidRequest("temperature is 9", field="round.law.temperature"),
+    errors.InvalidRequest("9 tokens", reason="CONTEXT_TOO_LONG"),
+    errors.Unauthenticated("who are you?"),
+    errors.Forbidden("not you"),
+    errors.NotFound("no such session"),
+    errors.Unsupported("no logprobs here"),
+]
+
+
 async def add_liar(rig: Rig, role: str) -> Service:
     liar = await start_service(role, salt=0, between=OutsideTheVocabulary)
     rig.services.append(liar)
@@ -75,6 +104,43 @@ async def test_a_target_that_answers_tokens_that_do_not_exist_is_named(mode: int
         error = from_rpc_error(caught.value)
         assert error.code == "INTERNAL"
         assert f"target {liar.address} answered token id " in error.message
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: error.reason)
+async def test_what_a_target_refuses_is_not_said_to_be_the_clients_fault(
+    refusal: SpecdecError, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Rig(targets=0, drafts=0) as rig:
+        refuser = await start_service(TARGET, salt=0, between=refusing(refusal))
+        rig.services.append(refuser)
+        coordinator = await rig.coordinator()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await coordinator.generate(request())
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason, error.field) == ("INTERNAL", "INTERNAL", "")
+        assert refusal.message in error.message
+        (warning,) = (record for record in caplog.records if record.name == "coordinator.round")
+        assert refuser.address in warning.getMessage()
+        assert refusal.code in warning.getMessage()
+
+
+async def test_a_newer_owner_of_the_session_is_still_told_as_such() -> None:
+    async with Rig(targets=0, drafts=0) as rig:
+        rig.services.append(await start_service(TARGET, salt=0, between=refusing(errors.StaleEpoch("epoch 9"))))
+        coordinator = await rig.coordinator()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await coordinator.generate(request())
+        assert from_rpc_error(caught.value).reason == "STALE_EPOCH"
+
+
+async def test_a_target_that_refuses_is_replaced_by_another() -> None:
+    async with Rig() as rig:
+        refuser = await start_service(TARGET, salt=0, between=refusing(errors.InvalidRequest("no")))
+        rig.services.append(refuser)
+        coordinator = await rig.coordinator()
+        for index in range(8):
+            output = await coordinator.generate(request(session_id=f"s{index}"))
+            assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
 
 
 async def test_a_target_with_wrong_answers_is_replaced_by_another() -> None:

@@ -6,9 +6,12 @@ That they compute the right thing is shown in `test_engine_parity`.
 from __future__ import annotations
 
 import logging
+import os
 import random
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +22,13 @@ from transformers import AutoModelForCausalLM
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.compiled import CompileOptions
 from specdec.engine.hf_adapter import load_worker
+from specdec.engine.native.library import load_library
+from specdec.engine.native.prebuilt import prebuilt_libraries
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.tiny_models import build_tiny_model
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY_SIZE = 96
 NUM_SEQUENCES = 5
 BLOCKS_PER_SEQUENCE = 6
@@ -233,3 +239,56 @@ def test_kept_kernels_that_others_may_write_are_not_run(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_compiles_for_one_process(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert len(run(load(directory, kept_in=tmp_path / "file" / "below"), piece(1, 0, 3))) == 3
+
+
+@pytest.fixture(scope="module")
+def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an image's build leaves: the package with its kernels compiled beforehand."""
+    package = tmp_path_factory.mktemp("image") / "specdec"
+    shutil.copytree(ROOT / "specdec", package, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    prebuilt = package / "engine" / "native" / "prebuilt"
+    subprocess.run([sys.executable, "-m", "specdec.engine.native", str(prebuilt)], check=True, cwd=ROOT)
+    return package
+
+
+def load_without_compiler(carried: Path, kept_in: Path) -> subprocess.CompletedProcess[str]:
+    """Loads the kernels in another process, of that package and with nothing on the PATH."""
+    environ = os.environ | {"PYTHONPATH": str(carried.parent), "PATH": ""}
+    command = [sys.executable, "-c", LOADING, str(kept_in)]
+    return subprocess.run(command, env=environ, cwd=carried.parent, capture_output=True, text=True)
+
+
+def test_kernels_compiled_beforehand_need_neither_compiler_nor_cache(carried: Path, tmp_path: Path) -> None:
+    done = load_without_compiler(carried, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("harm", ["damaged", "of another source", "written by others"])
+def test_kernels_compiled_beforehand_that_do_not_fit_are_not_loaded(carried: Path, tmp_path: Path, harm: str) -> None:
+    package = tmp_path / "specdec"
+    shutil.copytree(carried, package)
+    for library in (package / "engine" / "native" / "prebuilt").iterdir():
+        if harm == "damaged":
+            library.write_bytes(library.read_bytes()[:-1])
+        elif harm == "written by others":
+            library.chmod(0o777)
+    if harm == "of another source":
+        with (package / "engine" / "native" / "step.cpp").open("a") as source:
+            source.write("// changed\n")
+    done = load_without_compiler(package, tmp_path / "kept")
+    assert "C++ compiler" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_every_kind_of_kernels_that_runs_here_computes_the_same(
+    directory: Path, carried: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = list(prebuilt_libraries(carried / "engine" / "native" / "prebuilt"))
+    assert libraries
+    expected = run(load(directory, dtype=dtype), piece(1, 0, 3))
+    for path in libraries:
+        monkeypatch.setattr("specdec.engine.native.library.prebuilt_libraries", partial(iter, [path]))
+        load_library.cache_clear()
+        torch.testing.assert_close(run(load(directory, dtype=dtype), piece(1, 0, 3)), expected, atol=2e-4, rtol=2e-4)
+    load_library.cache_clear()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionLost
+from specdec.errors import InvalidRequest, NotFound, SessionLost
 from specdec.types import TokenSource
-from tests.coordinator_rig import PROMPT, Rig, started_coordinator, text_of
+from tests.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator, text_of
 
 GREEDY = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "gamma": 3}
 
@@ -98,5 +99,25 @@ async def test_errors_arrive_as_the_tree_with_reason_and_field() -> None:
         with pytest.raises(InvalidRequest) as caught:
             await client.generate(messages=[{"role": "user", "content": "w5"}])
         assert caught.value.reason == "NO_CHAT_TEMPLATE"
-        with pytest.raises((InvalidRequest, ResourceExhausted)):
-            await client.generate("w5 " * 1_000_000)
+
+
+async def test_a_message_over_the_servers_limit_is_refused_in_one_sentence_that_has_the_limit() -> None:
+    text = "w5 " * 1_000_000
+    async with started_coordinator() as (_, coordinator), AsyncClient(coordinator.server.address) as client:
+        sync_client = Client(coordinator.server.address)
+        for call in (
+            client.generate(text),
+            client.tokenize(text),
+            asyncio.to_thread(sync_client.generate, text),
+            client.generate(text, stream=True).result(),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await call
+            assert not caught.value.retryable
+            assert caught.value.reason == "INVALID_REQUEST"
+            assert re.fullmatch(
+                rf"the request has 3000\d\d\d bytes; {coordinator.server.address} takes {MESSAGE_LIMIT_BYTES} at most "
+                r"\(its --max-message-bytes\)",
+                caught.value.message,
+            )
+        sync_client.close()

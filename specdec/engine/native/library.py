@@ -1,8 +1,8 @@
-"""Compiles `step.cpp` for this machine, once, and loads it.
+"""Loads the kernels of `step.cpp`: those an image brought along for this kind of processor, else compiled here.
 
-The library is kept in a cache directory under a digest of its source, the compiler and the processor, so that
+What is compiled here is kept in a cache directory under a digest of its source, the compiler and the processor, so that
 only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A kept
-library ends with a digest of itself, and one that is damaged or that others could have written is compiled again.
+library that is damaged or that others could have written is compiled again (`engine.kept_files`).
 Nothing of the models is known here. Called by `specdec.engine.native.runner`.
 """
 
@@ -11,22 +11,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
-import os
 import platform
-import shutil
-import stat
-import subprocess
 import tempfile
 from pathlib import Path
 
+from specdec.engine import kept_files
+from specdec.engine.native.compiler import compile_library, compiler_version, find_compiler, source_digest
+from specdec.engine.native.prebuilt import prebuilt_libraries
 from specdec.errors import Unsupported
 
-_SOURCE = Path(__file__).with_name("step.cpp")
-# No -ffast-math: it would let the order of sums depend on their place, and change how the process rounds.
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"]
-_TIMEOUT_S = 300
-_SEAL_BYTES = 16
+_ARCHITECTURE = ("-march=native",)
 
 
 @functools.cache
@@ -39,6 +33,9 @@ def load_library(directory: Path | None) -> ctypes.CDLL:
     Raises:
         Unsupported: no C++ compiler on this machine, one that cannot compile them, or nowhere to load them from.
     """
+    for path in prebuilt_libraries():
+        with contextlib.suppress(OSError):
+            return _load(path)
     try:
         return _load_or_compile(directory)
     except OSError as error:
@@ -46,17 +43,18 @@ def load_library(directory: Path | None) -> ctypes.CDLL:
 
 
 def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
-    compiler = _find_compiler()
-    name = f"native-{_digest(compiler)}.so"
+    compiler = find_compiler()
+    digest = source_digest(" ".join(_ARCHITECTURE).encode(), compiler_version(compiler), _processor().encode())
+    name = f"native-{digest}.so"
     kept = None if directory is None else directory / name
     if kept is not None and (library := _load_kept(kept)):
         return library
     with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
         built = Path(temporary) / name
-        _compile(compiler, built)
+        compile_library(compiler, _ARCHITECTURE, built)
         if kept is not None:
             with contextlib.suppress(OSError):
-                _keep(built, kept)
+                kept_files.keep(built, kept)
             # Some machines execute nothing that lies among the temporary files.
             if library := _load_kept(kept):
                 return library
@@ -66,30 +64,9 @@ def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
 def _load_kept(path: Path) -> ctypes.CDLL | None:
     """The library, or None where there is none that is whole, that nobody else can have written, and that may run."""
     try:
-        status = path.stat()
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return None
-        content = path.read_bytes()
-        # Damaged machine code would be run: a file cut short ends the process when its missing pages are touched.
-        return _load(path) if content[-_SEAL_BYTES:] == _seal(content[:-_SEAL_BYTES]) else None
+        return _load(path) if kept_files.is_usable(path) else None
     except OSError:
         return None
-
-
-def _keep(built: Path, path: Path) -> None:
-    """Renamed into place, so that two processes that start at once both find a whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".native-", dir=path.parent) as unfinished:
-        copy = Path(unfinished) / path.name
-        content = built.read_bytes()
-        copy.write_bytes(content + _seal(content))
-        copy.chmod(0o755)
-        copy.replace(path)
-
-
-def _seal(content: bytes) -> bytes:
-    """What follows a library in its file; loaders look at what headers name."""
-    return hashlib.blake2b(content, digest_size=_SEAL_BYTES).digest()
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -100,21 +77,6 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _find_compiler() -> str:
-    for name in ("g++", "c++"):  # GCC: the kernels shuffle vectors by its builtin
-        if path := shutil.which(name):
-            return path
-    raise Unsupported("native kernels need a C++ compiler (g++) on the PATH", field="compile_backend")
-
-
-def _digest(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor().encode()):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
-
-
 def _processor() -> str:
     """What `-march=native` depends on."""
     try:
@@ -122,14 +84,3 @@ def _processor() -> str:
     except OSError:
         return platform.machine() + platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-
-
-def _compile(compiler: str, path: Path) -> None:
-    command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise Unsupported(f"{compiler} took over {_TIMEOUT_S} s", field="compile_backend") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
-        raise Unsupported(f"{compiler} cannot compile the kernels: {lines[0]}", field="compile_backend")

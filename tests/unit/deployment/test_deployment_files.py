@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +43,7 @@ def named_settings(text: str) -> set[tuple[str, str]]:
     return set(re.findall(r"SPECDEC_([A-Z]+)__([A-Z_]+)", text))
 
 
-@pytest.mark.parametrize("name", [*SERVICES, "redis"])
+@pytest.mark.parametrize("name", [*SERVICES, "redis", "network-policies"])
 def test_every_manifest_passes_the_strict_schema(validate: ModuleType, name: str) -> None:
     assert validate.violations(documents(name)) == []
 
@@ -103,3 +107,24 @@ def test_an_image_listens_where_its_health_check_asks(name: str) -> None:
     assert len(ports) == 3
     assert len({port for found in ports for port in found if port}) == 1
     assert "\nUSER " in dockerfile
+
+
+@pytest.mark.parametrize("name", ["draft", "target"])
+def test_an_image_compiles_its_kernels_from_the_files_that_are_there_by_then(name: str, tmp_path: Path) -> None:
+    dockerfile = (ROOT / SERVICES[name] / "Dockerfile").read_text()
+    before, command, after = dockerfile.partition("RUN python -m specdec.engine.native ")
+    for names in re.findall(r"^COPY (.*)$", before, re.MULTILINE):
+        *sources, destination = names.split()
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / destination, ignore=shutil.ignore_patterns("prebuilt"))
+            else:
+                (tmp_path / destination).mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, tmp_path / destination)
+    directory = after.split()[0]
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command_line = [sys.executable, *command.split()[2:], directory]
+    subprocess.run(command_line, cwd=tmp_path, env=environ, check=True, capture_output=True)
+    assert list((tmp_path / directory).glob("*.so"))
+    _, _, shipped = after.rpartition("\nFROM ")
+    assert "g++" not in re.sub(r"^#.*$", "", shipped, flags=re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.compiled import CompileOptions, row_counts
-from specdec.engine.graph_package import PackageKey, PackageStore
+from specdec.engine.graph_package import MAX_KEPT_BYTES, PackageKey, PackageStore
 from specdec.engine.hf_adapter import load_worker
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
@@ -167,6 +168,10 @@ def test_inductor_packages_equal_eager_steps_and_the_next_start_compiles_none(
     package = kept / f"{key.digest(3)}.pt2"
     kept.mkdir()
     package.write_bytes(b"damaged")
+    forgotten = kept / "forgotten.pt2"
+    forgotten.touch()
+    os.truncate(forgotten, MAX_KEPT_BYTES)  # a hole: it takes no room
+    os.utime(forgotten, (0, 0))
 
     check_steps_of_one_sequence(Pair(model, "inductor", row_counts=(3,), directory=kept))
     assert compiled_graphs(caplog) == ["1/1"]
@@ -175,6 +180,12 @@ def test_inductor_packages_equal_eager_steps_and_the_next_start_compiles_none(
     assert compiled_graphs(caplog) == ["1/1"]
     assert package.stat().st_mtime_ns == written
 
+    assert not forgotten.exists()  # with the new package there was too much
+
+    package.chmod(0o666)
+    assert PackageStore(kept).load(key, 3) is None  # anyone may have written it
+    package.chmod(0o644)
+    assert PackageStore(kept).load(key, 3) is not None
     content = bytearray(package.read_bytes())
     content[len(content) // 2] ^= 0xFF
     package.write_bytes(content)

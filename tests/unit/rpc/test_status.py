@@ -76,6 +76,31 @@ def test_a_status_without_details_is_mapped_by_its_code(code: grpc.StatusCode, e
     assert mapped.message == "10.0.0.1:5: words"
 
 
+@pytest.mark.parametrize(
+    ("details", "expected", "message"),
+    [
+        (
+            "SERVER: Received message larger than max (3000075 vs. 1048576)",
+            errors.InvalidRequest,
+            "the request has 3000075 bytes; 10.0.0.1:5 takes 1048576 at most (its --max-message-bytes)",
+        ),
+        (
+            "CLIENT: Received message larger than max (70 vs. 64)",
+            errors.Internal,
+            "the answer of 10.0.0.1:5 has 70 bytes; we take 64 at most",
+        ),
+        ("the queue is full", errors.ResourceExhausted, "10.0.0.1:5: the queue is full"),
+    ],
+)
+def test_a_message_too_long_for_grpc_names_who_has_which_limit(
+    details: str, expected: type[SpecdecError], message: str
+) -> None:
+    exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = grpc.aio.AioRpcError(exhausted, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+    mapped = status.from_rpc_error(error, peer="10.0.0.1:5")
+    assert (type(mapped), mapped.message) == (expected, message)
+
+
 def test_an_error_info_of_another_domain_is_not_taken_for_ours() -> None:
     foreign = status_pb2.Status(code=code_pb2.NOT_FOUND, message="elsewhere")
     foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="SESSION_BUSY", domain="example.com"))

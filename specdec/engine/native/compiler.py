@@ -1,0 +1,57 @@
+"""The C++ compiler that makes the kernels of `step.cpp`.
+
+Not here: for which processor, and where the result is kept. Called by `library` and `prebuilt`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.errors import Unsupported
+
+_SOURCE = Path(__file__).with_name("step.cpp")
+# No -ffast-math: it would let the order of sums depend on their place, and change how the process rounds.
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared")
+_TIMEOUT_S = 300
+
+
+def find_compiler() -> str:
+    """Raises Unsupported where there is none."""
+    for name in ("g++", "c++"):  # GCC: the kernels shuffle vectors by its builtin
+        if path := shutil.which(name):
+            return path
+    raise Unsupported("native kernels need a C++ compiler (g++) on the PATH", field="compile_backend")
+
+
+def compiler_version(compiler: str) -> bytes:
+    """What it says of itself."""
+    return subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
+
+
+def source_digest(*dependencies: bytes) -> str:
+    """Names a library: 32 hex digits of the source, the flags and what else it depends on."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), *dependencies):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def compile_library(compiler: str, architecture: Sequence[str], path: Path) -> None:
+    """Compiles the kernels to `path`; `architecture` are the compiler's flags for the processor.
+
+    Raises:
+        Unsupported: it cannot.
+        OSError: it cannot be run.
+    """
+    command = [compiler, *_FLAGS, *architecture, str(_SOURCE), "-o", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Unsupported(f"{compiler} took over {_TIMEOUT_S} s", field="compile_backend") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
+        raise Unsupported(f"{compiler} cannot compile the kernels: {lines[0]}", field="compile_backend")
