@@ -24,7 +24,9 @@ from specdec.errors import Unsupported
 
 _SOURCE = Path(__file__).with_name("step.cpp")
 # No -ffast-math: it would let the order of sums depend on their place, and change how the process rounds.
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"]
+# -ffp-contract=off: the compiler would fuse products with sums in one instance of a loop and not in another, and a row
+# in company would round otherwise than alone (GCC for Zen 3 did).
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared"]
 _TIMEOUT_S = 300
 _SEAL_BYTES = 16
 
@@ -94,7 +96,8 @@ def _seal(content: bytes) -> bytes:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.specdec_panel.restype = library.specdec_max_queries.restype = ctypes.c_int64
+    for width in (library.specdec_panel, library.specdec_max_queries, library.specdec_group):
+        width.restype = ctypes.c_int64
     library.specdec_fits.argtypes = [ctypes.c_int64] * 2
     library.specdec_step.restype = None  # its arguments are `runner`'s structures
     return library
@@ -108,9 +111,9 @@ def _find_compiler() -> str:
 
 
 def _digest(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
+    version = _run([compiler, "--version"]).stdout
     digest = hashlib.blake2b(digest_size=16)
-    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, _processor().encode()):
+    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version.encode(), _processor().encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
@@ -125,11 +128,16 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise Unsupported(f"{compiler} took over {_TIMEOUT_S} s", field="compile_backend") from error
+    done = _run([compiler, *_FLAGS, str(_SOURCE), "-o", str(path)])
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
         raise Unsupported(f"{compiler} cannot compile the kernels: {lines[0]}", field="compile_backend")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unsupported(f"{command[0]} took over {_TIMEOUT_S} s", field="compile_backend") from error

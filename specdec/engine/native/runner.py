@@ -144,13 +144,11 @@ class NativeRunner:
             return False
         attention = model.model.layers[0].self_attn
         fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
-        is_narrow = max(attention.q_proj.out_features, model.config.intermediate_size) <= _MOST_INT8_INPUTS
-        return bool(fits) and is_narrow and model.config.hidden_act in ("silu", "swish")
+        widest = max(attention.q_proj.in_features, attention.q_proj.out_features, model.config.intermediate_size)
+        return bool(fits) and widest <= _MOST_INT8_INPUTS and model.config.hidden_act in ("silu", "swish")
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
-        if plan.block_copies:
-            self._cache.copy_blocks(plan.block_copies)
         slices, batch = plan.slices, self._batch
         self._check(slices)
         self._numbers = self._place_numbers(slices)
@@ -159,6 +157,8 @@ class NativeRunner:
         self._place_scratch(batch.tokens, longest, num_threads)
         logits = torch.empty(batch.logit_rows, self._padded(self._model.head.outputs))
         batch.logits = logits.data_ptr()
+        if plan.block_copies:
+            self._cache.copy_blocks(plan.block_copies)
         self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
         return logits[:, : self.shape.vocabulary_size].contiguous()
 
