@@ -1,6 +1,6 @@
-"""Compiles `step.cpp` for this machine, once, and loads it.
+"""Compiles `step.cpp` and the headers beside it for this machine, once, and loads the library.
 
-The library is kept in a cache directory under a digest of its source, the compiler and the processor, so that
+The library is kept in a cache directory under a digest of all sources, the compiler and the processor, so that
 only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A kept
 library ends with a digest of itself, and one that is damaged or that others could have written is compiled again.
 Nothing of the models is known here. Called by `specdec.engine.native.runner`.
@@ -113,7 +113,8 @@ def _find_compiler() -> str:
 def _digest(compiler: str) -> str:
     version = _run([compiler, "--version"]).stdout
     digest = hashlib.blake2b(digest_size=16)
-    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version.encode(), _processor().encode()):
+    sources = [path.read_bytes() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cpp", ".h")]
+    for part in (*sources, " ".join(_FLAGS).encode(), version.encode(), _processor().encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 

@@ -1,7 +1,8 @@
 """A worker whose steps are one call into the compiled kernels.
 
-It lays weights out as `step.cpp` reads them and a plan as the arrays it takes; what a step computes stands there. Only
-Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fits`). Called by `engine.hf_adapter`.
+It lays weights out as the kernels read them and a plan as the arrays they take (`layout.h`); what a step computes
+stands in `step.cpp`. Only Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fits`). Called
+by `engine.hf_adapter`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from specdec.engine.llama_stack import LlamaStack
 from specdec.types import BLOCK_TOKENS
 
 _LARGEST_INT8 = 127
-#: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `step.cpp`).
+#: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `layout.h`).
 _ZERO_BYTE = 128
 #: Beyond, the sums of an output's products would leave 32 bits.
 _MOST_INT8_INPUTS = (1 << 31) // (255 * _LARGEST_INT8)
