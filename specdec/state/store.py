@@ -1,7 +1,7 @@
 """What the coordinator keeps outside itself: the contract of the session store and of the replica registry.
 
 Not here: Redis. Implementations: `redis_store` (Redis 7, or the embedded `fakeredis`); both pass
-`tests/contract/test_store_conformance.py`. Called by the coordinator (sessions, discovery) and by draft and target
+`tests/contract/test_store_*.py`. Called by the coordinator (sessions, discovery) and by draft and target
 services (their own registration).
 """
 

@@ -1,14 +1,18 @@
-"""The stores that every contract test runs against: a real Redis, fakeredis in process, fakeredis over TCP."""
+"""The stores that every contract test runs against (Redis, fakeredis in process and over TCP), and a session in one."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from specdec.state.connection import RedisConnection
 from specdec.state.embedded import EmbeddedRedis
+from specdec.state.redis_store import open_store
+from specdec.state.store import Lease, SessionStore
 from tests.redis_fixture import RedisServer, redis_server, redis_url
+from tests.store_sessions import LONG_TTL_S, REQUEST, tokens
 
 __all__ = ["embedded_url", "redis_server", "redis_url", "store_url"]
 
@@ -26,3 +30,31 @@ def store_url(request: pytest.FixtureRequest, redis_server: RedisServer, embedde
         "memory": f"memory://{uuid.uuid4().hex}",
         "embedded": embedded_url,
     }[request.param]
+
+
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[SessionStore]:
+    store = open_store(store_url)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def raw(store_url: str) -> AsyncIterator[RedisConnection]:
+    """The store's own keys, for damage that only a failing Redis does."""
+    connection = RedisConnection(store_url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+def session_id() -> str:
+    return f"s-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+async def lease(store: SessionStore, session_id: str) -> Lease:
+    """A session of three prompt tokens whose request runs."""
+    lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    await store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1, 2, 3))
+    return lease

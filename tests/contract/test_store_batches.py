@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -15,20 +14,6 @@ from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
 
 SESSIONS = [f"batch-{index}" for index in range(40)]
-
-
-@pytest.fixture
-async def store(store_url: str) -> AsyncIterator[SessionStore]:
-    store = open_store(store_url)
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-async def raw(store_url: str) -> AsyncIterator[RedisConnection]:
-    connection = RedisConnection(store_url)
-    yield connection
-    await connection.close()
 
 
 async def acquire(store: SessionStore, session_id: str) -> Lease:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import random
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ VOCABULARY_SIZE = 96
 NUM_SEQUENCES = 5
 BLOCKS_PER_SEQUENCE = 6
 LENGTHS = (70, 3, 41, 90, 17)
+#: 255 * 127 times as many inputs still fit into 32 bits.
+WIDEST_PRODUCT = 66_311
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -93,6 +96,52 @@ def test_a_row_has_the_same_bits_in_any_company_chunk_and_number_of_threads(
         done = [ends.get(sequence, done[sequence]) for sequence in range(NUM_SEQUENCES)]
 
 
+def compile_with(flags: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a compiler on the PATH that takes more flags: the later `-march` is the one that counts."""
+    wrapper = directory / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" {flags}\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
+
+
+def needs_x86(*features: str) -> pytest.MarkDecorator:
+    """Kernels for a processor with these features must run here."""
+    there = Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" else []
+    return pytest.mark.skipif(not {"sse2", *features} <= {*there}, reason=f"needs an x86-64 with {features}")
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        # By default GCC does not fuse a sum's only chain of products here, and does where there are several.
+        pytest.param("znver3", marks=needs_x86("avx2", "fma")),
+        pytest.param("x86-64", marks=[needs_x86(), pytest.mark.full]),
+    ],
+)
+def test_a_row_has_the_same_bits_in_any_company_on_processors_with_narrower_vectors(
+    processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads_of_one_vector = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    path = build_tiny_model(
+        "qwen2", tmp_path / "model", vocabulary_size=VOCABULARY_SIZE, config_overrides=heads_of_one_vector
+    )
+    compile_with(f"-march={processor}", tmp_path, monkeypatch)
+    for dtype in ("float32", "int8"):
+        alone, together = (load(path, kept_in=tmp_path / "kept", dtype=dtype) for _ in range(2))
+        assert torch.equal(token_by_token(alone, 0), run(together, piece(0, 0, LENGTHS[0])))
+
+
+@needs_x86()
+def test_int8_steps_have_the_same_bits_without_the_instruction_for_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_tiny_model("llama", tmp_path / "model", vocabulary_size=VOCABULARY_SIZE)
+    with_it = run(load(path, dtype="int8"), piece(0, 0, LENGTHS[0]))
+    compile_with("-mno-avx512vnni", tmp_path, monkeypatch)
+    without = run(load(path, kept_in=tmp_path / "kept", dtype="int8"), piece(0, 0, LENGTHS[0]))
+    assert torch.equal(with_it, without)
+
+
 def test_without_that_promise_rows_differ(directory: Path) -> None:
     """The control: PyTorch's own products do give a row other bits in other company."""
     alone, together = load(directory, backend="eager"), load(directory, backend="eager")
@@ -112,16 +161,47 @@ def test_int8_products_are_those_of_the_rounded_weights(tmp_path: Path, mlp_widt
     path = build_tiny_model(
         "llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, config_overrides={"intermediate_size": mlp_width}
     )
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    for module in model.modules():
-        if type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
-            scales = module.weight.detach().abs().amax(dim=1, keepdim=True) / 127
-            module.weight.data = torch.round(module.weight / scales) * scales
-    with torch.no_grad():
-        expected = model(torch.tensor([tokens_of(0)])).logits[0, :, :VOCABULARY_SIZE]
+    expected = logits_of_rounded_weights(path)
     logits = run(load(path, backend=backend, dtype="int8"), piece(0, 0, LENGTHS[0]))
     is_near = (logits - expected).abs().max() < 2e-3 * expected.std()
     assert is_near == (backend == "native")
+
+
+@torch.no_grad()
+def logits_of_rounded_weights(path: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
+            scales = module.weight.abs().amax(dim=1, keepdim=True) / 127
+            module.weight.copy_(torch.round(module.weight / scales) * scales)
+    return model(torch.tensor([tokens_of(0)])).logits[0, :, :VOCABULARY_SIZE]
+
+
+def build_wide_model(directory: Path, mlp_width: int) -> Path:
+    return build_tiny_model(
+        "llama", directory, vocabulary_size=VOCABULARY_SIZE, num_layers=1,
+        config_overrides={"intermediate_size": mlp_width},
+    )  # fmt: skip
+
+
+def test_int8_sums_of_the_widest_products_do_not_overflow(tmp_path: Path) -> None:
+    """All weights are the largest there are, and so are both bytes of all but one number of a row."""
+    path = build_wide_model(tmp_path, WIDEST_PRODUCT)
+    weights = load_file(path / "model.safetensors")
+    for name in ("gate_proj", "up_proj"):
+        weight = weights[f"model.layers.0.mlp.{name}.weight"]
+        weight.copy_(weight[0].clone())
+    weights["model.layers.0.mlp.up_proj.weight"][0] *= (127 * 256) / (126 * 256 + 255)
+    weights["model.layers.0.mlp.down_proj.weight"].fill_(1 / WIDEST_PRODUCT)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    expected = logits_of_rounded_weights(path)
+    logits = run(load(path, dtype="int8"), piece(0, 0, LENGTHS[0]))
+    assert (logits - expected).abs().max() < 2e-3 * expected.std()
+
+
+def test_wider_products_are_left_to_pytorch(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="of this shape"):
+        load(build_wide_model(tmp_path, WIDEST_PRODUCT + 1))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -158,6 +238,16 @@ def test_a_wrong_plan_touches_no_memory(directory: Path, wrong: SequenceSlice) -
     with pytest.raises(IndexError, match="plan"):
         run(worker, piece(1, 0, 3), wrong)
     assert len(run(worker, piece(1, 0, 3))) == 3
+
+
+def test_a_refused_plan_copies_no_blocks(directory: Path) -> None:
+    worker, untouched = load(directory), load(directory)
+    for each in (worker, untouched):
+        run(each, piece(1, 0, 2))
+    copy_over_it = (0, BLOCKS_PER_SEQUENCE)
+    with pytest.raises(IndexError, match="plan"):
+        worker.execute(StepPlan((SequenceSlice((5,), 0, (), 1),), (copy_over_it,)))
+    assert torch.equal(run(worker, piece(1, 2, 3)), run(untouched, piece(1, 2, 3)))
 
 
 def test_a_model_they_do_not_compute_is_refused_by_name_and_left_to_pytorch_otherwise(tmp_path: Path) -> None:

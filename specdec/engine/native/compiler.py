@@ -1,4 +1,4 @@
-"""The C++ compiler that makes the kernels of `step.cpp`.
+"""The C++ compiler that makes the kernels of `step.cpp` and the headers beside it.
 
 Not here: for which processor, and where the result is kept. Called by `library` and `prebuilt`.
 """
@@ -15,7 +15,9 @@ from specdec.errors import Unsupported
 
 _SOURCE = Path(__file__).with_name("step.cpp")
 # No -ffast-math: it would let the order of sums depend on their place, and change how the process rounds.
-_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared")
+# -ffp-contract=off: the compiler would fuse products with sums in one instance of a loop and not in another, and a row
+# in company would round otherwise than alone (GCC for Zen 3 did).
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
 _TIMEOUT_S = 300
 
 
@@ -28,14 +30,20 @@ def find_compiler() -> str:
 
 
 def compiler_version(compiler: str) -> bytes:
-    """What it says of itself."""
-    return subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
+    """What it says of itself.
+
+    Raises:
+        Unsupported: it does not answer.
+        OSError: it cannot be run.
+    """
+    return _run([compiler, "--version"]).stdout.encode()
 
 
 def source_digest(*dependencies: bytes) -> str:
-    """Names a library: 32 hex digits of the source, the flags and what else it depends on."""
+    """Names a library: 32 hex digits of all sources, the flags and what else it depends on."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), *dependencies):
+    sources = [path.read_bytes() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cpp", ".h")]
+    for part in (*sources, " ".join(_FLAGS).encode(), *dependencies):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
@@ -47,11 +55,16 @@ def compile_library(compiler: str, architecture: Sequence[str], path: Path) -> N
         Unsupported: it cannot.
         OSError: it cannot be run.
     """
-    command = [compiler, *_FLAGS, *architecture, str(_SOURCE), "-o", str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise Unsupported(f"{compiler} took over {_TIMEOUT_S} s", field="compile_backend") from error
+    done = _run([compiler, *_FLAGS, *architecture, str(_SOURCE), "-o", str(path)])
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
         raise Unsupported(f"{compiler} cannot compile the kernels: {lines[0]}", field="compile_backend")
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unsupported(f"{command[0]} took over {_TIMEOUT_S} s", field="compile_backend") from error

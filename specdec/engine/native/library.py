@@ -1,9 +1,9 @@
-"""Loads the kernels of `step.cpp`: those an image brought along for this kind of processor, else compiled here.
+"""Loads the kernels: those an image brought along for this kind of processor, else `step.cpp` compiled here, once.
 
-What is compiled here is kept in a cache directory under a digest of its source, the compiler and the processor, so that
-only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A kept
-library that is damaged or that others could have written is compiled again (`engine.kept_files`).
-Nothing of the models is known here. Called by `specdec.engine.native.runner`.
+What is compiled here is kept in a cache directory under a digest of all sources, the compiler and the processor, so
+that only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A
+kept library that is damaged or that others could have written is compiled again (`engine.kept_files`). Nothing of the
+models is known here. Called by `specdec.engine.native.runner`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _load_kept(path: Path) -> ctypes.CDLL | None:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.specdec_panel.restype = library.specdec_max_queries.restype = ctypes.c_int64
+    for width in (library.specdec_panel, library.specdec_max_queries, library.specdec_group):
+        width.restype = ctypes.c_int64
     library.specdec_fits.argtypes = [ctypes.c_int64] * 2
     library.specdec_step.restype = None  # its arguments are `runner`'s structures
     return library

@@ -1,7 +1,8 @@
 """A worker whose steps are one call into the compiled kernels.
 
-It lays weights out as `step.cpp` reads them and a plan as the arrays it takes; what a step computes stands there. Only
-Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fits`). Called by `engine.hf_adapter`.
+It lays weights out as the kernels read them and a plan as the arrays they take (`layout.h`); what a step computes
+stands in `step.cpp`. Only Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fits`). Called
+by `engine.hf_adapter`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from specdec.engine.llama_stack import LlamaStack
 from specdec.types import BLOCK_TOKENS
 
 _LARGEST_INT8 = 127
-#: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `step.cpp`).
+#: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `layout.h`).
 _ZERO_BYTE = 128
 #: Beyond, the sums of an output's products would leave 32 bits.
 _MOST_INT8_INPUTS = (1 << 31) // (255 * _LARGEST_INT8)
@@ -144,13 +145,11 @@ class NativeRunner:
             return False
         attention = model.model.layers[0].self_attn
         fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
-        is_narrow = max(attention.q_proj.out_features, model.config.intermediate_size) <= _MOST_INT8_INPUTS
-        return bool(fits) and is_narrow and model.config.hidden_act in ("silu", "swish")
+        widest = max(attention.q_proj.in_features, attention.q_proj.out_features, model.config.intermediate_size)
+        return bool(fits) and widest <= _MOST_INT8_INPUTS and model.config.hidden_act in ("silu", "swish")
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
-        if plan.block_copies:
-            self._cache.copy_blocks(plan.block_copies)
         slices, batch = plan.slices, self._batch
         self._check(slices)
         self._numbers = self._place_numbers(slices)
@@ -159,6 +158,8 @@ class NativeRunner:
         self._place_scratch(batch.tokens, longest, num_threads)
         logits = torch.empty(batch.logit_rows, self._padded(self._model.head.outputs))
         batch.logits = logits.data_ptr()
+        if plan.block_copies:
+            self._cache.copy_blocks(plan.block_copies)
         self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
         return logits[:, : self.shape.vocabulary_size].contiguous()
 

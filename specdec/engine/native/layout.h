@@ -1,0 +1,86 @@
+// What a caller lays out: weights in panels, a batch of ragged sequences over a paged cache.
+//
+// `specdec.engine.native.runner` has the same structures, field by field. Nothing is computed here.
+
+#pragma once
+
+#include "vector.h"
+
+namespace {
+
+constexpr int PANEL_VECTORS = 2;
+constexpr int PANEL = LANES * PANEL_VECTORS;  // outputs side by side in a panel
+constexpr int GROUP = 4;                      // inputs of int8 weights that are multiplied and summed at once
+constexpr int ZERO = 128;                     // of a row as integers: the byte that is 0
+constexpr int KEYS = 16;                      // tokens of a KV block
+constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
+
+int64_t padded(int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
+
+int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
+
+}  // namespace
+
+// A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`; of int8 weights
+// [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP].
+struct Product {
+    const void* weights;     // float32, or int8 where `scales` is set
+    const float* scales;     // [padded outputs]: of int8 weights; null otherwise
+    const int32_t* offsets;  // [padded outputs]: ZERO times the sum of an output's int8 weights; null otherwise
+    const float* bias;       // [padded outputs] or null
+    int64_t inputs;
+    int64_t outputs;
+};
+
+struct Layer {
+    Product qkv;  // queries of all heads, keys, values
+    Product output;
+    Product gate_up;
+    Product down;
+    const float* attention_gains;  // [hidden]
+    const float* mlp_gains;        // [hidden]
+    const float* qk_gains;         // [heads + kv_heads, head_dim] or null
+    float* cache;                  // [slots, 2 * kv_heads * head_dim]: keys of all heads, then values
+    int64_t window;                // tokens that a token sees, itself included; 0: all before it
+};
+
+struct Model {
+    const Layer* layers;
+    int64_t num_layers;
+    int64_t hidden;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t head_dim;
+    int64_t mlp;
+    const float* embeddings;   // [rows of the table, hidden]
+    const float* cosines;      // [positions, head_dim]
+    const float* sines;        // [positions, head_dim]
+    const float* final_gains;  // [hidden]
+    Product head;
+    float epsilon;     // of the norms
+    float qk_epsilon;  // of the norms of queries and keys
+    float scaling;     // of attention scores
+};
+
+struct Batch {
+    int64_t tokens;
+    int64_t sequences;
+    int64_t logit_rows;
+    const int64_t* first_row;     // [sequences + 1]: a sequence's rows are side by side, by position
+    const int64_t* start;         // [sequences]: position of its first row
+    const int64_t* tables;        // block ids of all sequences, one after the other
+    const int64_t* table_offset;  // [sequences]: where a sequence's begin
+    const int64_t* rows_wanted;   // [logit_rows]
+    const int64_t* token_ids;     // [tokens]
+    float* hidden;                // [tokens, hidden]: scratch, as is all below but the logits
+    float* normed;                // [tokens, hidden]
+    float* qkv;                   // [tokens, padded (heads + 2 * kv_heads) * head_dim]
+    float* attended;              // [tokens, heads * head_dim]
+    float* gate_up;               // [tokens, padded 2 * mlp]
+    uint8_t* high;                // [tokens, widest inputs in whole groups]: of rows as integers, as the next two
+    uint8_t* low;                 // the same
+    float* row_scales;            // [tokens]
+    float* scores;                // [num_threads, MAX_QUERIES, longest context in whole blocks]
+    int64_t scores_width;
+    float* logits;  // [logit_rows, padded outputs of the head]
+};

@@ -1,0 +1,134 @@
+// Vectors of a processor's width and the arithmetic that the kernels share.
+//
+// Written with GCC's vector types, so it compiles for any processor; what they cannot say (a product and a sum rounded
+// once) is said by instructions. Not here: anything about models. Included by `layout.h`.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+// Lanes of the widest float vector of this machine; `Vector` also works where there is none.
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+inline Vector load(const float* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+inline Integers load(const int32_t* from) {
+    Integers vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+// The bytes of a vector of integers.
+inline Integers load_bytes(const int8_t* from) {
+    Integers vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+inline void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
+
+inline Vector broadcast(float value) { return value - Vector{}; }
+
+// a * b + c, rounded once where the processor can. Said and not left to the compiler (`-ffp-contract=off`): it fuses
+// here and not there, by its own tuning, and a row alone and rows in company run through different instances of a loop.
+inline Vector multiply_add(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__) && defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+inline float largest(Vector vector) {
+    float most = vector[0];
+    for (int lane = 1; lane < LANES; ++lane) most = vector[lane] > most ? vector[lane] : most;
+    return most;
+}
+
+// Where the sums of two vectors' halves come from: segments of WIDTH lanes, one of x and one of y in turn; of each the
+// half that begins at OFFSET. Lane numbers of y begin at LANES.
+template <int WIDTH, int OFFSET, int... LANE>
+constexpr Integers halves(std::integer_sequence<int, LANE...>) {
+    constexpr int half = WIDTH / 2;
+    return Integers{LANE / half % 2 * LANES + LANE / WIDTH * WIDTH + OFFSET + LANE % half...};
+}
+
+// Sums each of LANES vectors: lane i of the result is the sum of vectors[i]. Halves are added to halves, so the order
+// within a sum does not depend on i.
+template <int WIDTH = LANES>
+inline Vector sums(Vector* vectors) {
+    if constexpr (WIDTH == 1) {
+        return vectors[0];
+    } else {
+        constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+        constexpr Integers low = halves<WIDTH, 0>(lanes), high = halves<WIDTH, WIDTH / 2>(lanes);
+#pragma GCC unroll 8
+        for (int at = 0; at < WIDTH / 2; ++at) {
+            const Vector x = vectors[at], y = vectors[at + WIDTH / 2];
+            vectors[at] = __builtin_shuffle(x, y, low) + __builtin_shuffle(x, y, high);
+        }
+        return sums<WIDTH / 2>(vectors);
+    }
+}
+
+inline float sum(Vector vector) {
+    float lanes[LANES];
+    store(lanes, vector);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
+// e^x to about one unit in the last place for x <= 0 and as far as float reaches above: 2^n * p(r), |r| <= ln 2 / 2,
+// p the Taylor polynomial of degree 7 (its next term is below 2^-27).
+inline Vector exponential(Vector x) {
+    const Vector lowest = broadcast(-87.0f), highest = broadcast(88.0f);
+    x = x < lowest ? lowest : x;
+    x = x > highest ? highest : x;
+    const Vector magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vector n = multiply_add(x, broadcast(1.44269504f), magic) - magic;
+    Vector r = multiply_add(n, broadcast(-0.693359375f), x);
+    r = multiply_add(n, broadcast(2.12194440e-4f), r);
+    Vector p = broadcast(1.0f / 5040);
+    p = multiply_add(p, r, broadcast(1.0f / 720));
+    p = multiply_add(p, r, broadcast(1.0f / 120));
+    p = multiply_add(p, r, broadcast(1.0f / 24));
+    p = multiply_add(p, r, broadcast(1.0f / 6));
+    p = multiply_add(p, r, broadcast(0.5f));
+    p = multiply_add(p, r, broadcast(1.0f));
+    p = multiply_add(p, r, broadcast(1.0f));
+    const Integers exponent = (__builtin_convertvector(n, Integers) + 127) << 23;
+    Vector power;
+    std::memcpy(&power, &exponent, sizeof power);
+    return p * power;
+}
+
+}  // namespace

@@ -1,0 +1,104 @@
+"""A session store behind which a Redis lost writes, or is not there (the contract: `specdec.state.store`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.errors import InvalidRequest, LeaseLost, SessionLost, Unavailable
+from specdec.state.connection import RedisConnection
+from specdec.state.keys import session_keys
+from specdec.state.redis_store import open_store
+from specdec.state.store import Lease, SessionStore
+from tests.redis_fixture import RedisServer
+from tests.store_sessions import LONG_TTL_S, a_round, held_tokens, lose_tokens, tokens
+
+
+async def test_a_shorter_log_is_a_lost_session_until_its_owner_repairs_it(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    await store.commit(lease, a_round(0, 3, 4, 5))
+    await lose_tokens(raw, session_id, keep=4)
+    with pytest.raises(SessionLost, match="4 tokens where 5"):
+        await store.commit(lease, a_round(1, 5, 6))
+    with pytest.raises(SessionLost):
+        await store.commit(lease, a_round(0, 3, 4, 5))
+    for _ in range(2):
+        await store.repair(lease, base_len=4, token_ids=tokens(5))
+    await store.commit(lease, a_round(1, 5, 6))
+    assert await held_tokens(store, session_id) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repair(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    await store.commit(lease, a_round(0, 3, 4))
+    await store.commit(lease, a_round(1, 4, 5))
+    meta = session_keys("default", session_id)[0]
+    await raw.run_command("HSET", meta, "round", 0)
+    await raw.run_command("HDEL", meta, "commit_base", "commit_count")
+    await lose_tokens(raw, session_id, keep=3)
+    with pytest.raises(SessionLost):
+        await store.commit(lease, a_round(2, 5, 6))
+    await store.repair(lease, base_len=3, token_ids=tokens(4, 5))
+    await store.commit(lease, a_round(2, 5, 6))
+    record = await store.load(session_id)
+    assert record is not None
+    assert (record.round_id, record.num_tokens) == (3, 6)
+    with pytest.raises(LeaseLost):
+        await store.commit(lease, a_round(9, 6, 7))
+
+
+async def test_a_repair_beyond_the_log_is_refused(store: SessionStore, session_id: str, lease: Lease) -> None:
+    with pytest.raises(SessionLost):
+        await store.repair(lease, base_len=4, token_ids=tokens(5))
+    assert await held_tokens(store, session_id) == [1, 2, 3]
+
+
+async def test_an_unreachable_store_is_unavailable_in_one_line_without_its_password() -> None:
+    store = open_store("redis://user:secret@127.0.0.1:1/0")
+    for call in (store.ping(), store.load("s"), store.delete("s"), store.read_tokens("s")):
+        with pytest.raises(Unavailable) as failure:
+            await call
+        assert failure.value.reason == "STORE_UNAVAILABLE"
+        assert "127.0.0.1:1" in failure.value.message
+        assert "secret" not in failure.value.message
+        assert "\n" not in failure.value.message
+    await store.close()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1", "redis://h:port", "127.0.0.1:6379"])
+def test_a_malformed_store_url_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest):
+        open_store(url)
+
+
+async def test_epochs_never_go_back_after_everything_was_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
+    server = RedisServer(tmp_path_factory.mktemp("lossy"))
+    server.start()
+    store = open_store(server.url)
+    lease = await store.acquire("s", owner="me", ttl_s=LONG_TTL_S, create=True)
+    flusher = RedisConnection(server.url)
+    await flusher.run_command("FLUSHALL")
+    remade = await store.acquire("s", owner="me", ttl_s=LONG_TTL_S, create=True)
+    assert remade.epoch > lease.epoch
+
+    server.stop()
+    with pytest.raises(Unavailable):
+        await store.renew(remade)
+    server.start()
+    with pytest.raises(LeaseLost):
+        await store.renew(remade)
+    again = await store.acquire("s", owner="me", ttl_s=LONG_TTL_S, create=True)
+    assert again.epoch > remade.epoch
+    await flusher.close()
+    await store.close()
+    server.stop()
+
+
+async def test_a_stored_epoch_ahead_of_the_clock_still_rises(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    ahead = lease.epoch + 10**15
+    await raw.run_command("HSET", session_keys("default", session_id)[0], "epoch", ahead)
+    taken = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=False)
+    assert taken.epoch == ahead + 1

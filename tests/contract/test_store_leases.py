@@ -1,0 +1,88 @@
+"""A session's lease in every session store: who holds it, and who is fenced (the contract: `specdec.state.store`)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from specdec.errors import LeaseLost, NotFound, SessionBusy
+from specdec.state.redis_store import open_store
+from specdec.state.store import Lease, SessionStore
+from tests.store_sessions import LONG_TTL_S, REQUEST, SHORT_TTL_S, a_round, acquire_when_free, held_tokens, tokens
+
+
+async def test_acquiring_an_unknown_session_needs_create(store: SessionStore, session_id: str) -> None:
+    with pytest.raises(NotFound):
+        await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=False)
+    assert await store.load(session_id) is None
+    lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    assert (lease.session_id, lease.owner, lease.ttl_s) == (session_id, "me", LONG_TTL_S)
+
+
+async def test_a_leased_session_is_busy_for_others(store: SessionStore, session_id: str, lease: Lease) -> None:
+    for create in (True, False):
+        with pytest.raises(SessionBusy):
+            await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=create)
+    await store.renew(lease)
+
+
+async def test_a_released_session_is_free_and_its_next_epoch_is_higher(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    await store.release(lease)
+    await store.release(lease)
+    taken = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    assert taken.epoch > lease.epoch
+    with pytest.raises(LeaseLost):
+        await store.renew(lease)
+
+
+async def test_releasing_a_lost_lease_leaves_the_new_one_alone(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    await store.release(lease)
+    taken = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    await store.release(lease)
+    await store.renew(taken)
+
+
+async def test_an_expired_lease_is_free_and_its_old_owner_is_fenced(store: SessionStore, session_id: str) -> None:
+    old = await store.acquire(session_id, owner="old", ttl_s=SHORT_TTL_S, create=True)
+    new = await acquire_when_free(store, session_id, "new")
+    assert new.epoch > old.epoch
+    with pytest.raises(LeaseLost):
+        await store.renew(old)
+    with pytest.raises(LeaseLost):
+        await store.begin_request(old, REQUEST, keep=0, token_ids=tokens(1))
+    with pytest.raises(LeaseLost):
+        await store.commit(old, a_round(0, 0, 7))
+    with pytest.raises(LeaseLost):
+        await store.repair(old, base_len=0, token_ids=tokens(7))
+    assert await held_tokens(store, session_id) == []
+
+
+async def test_an_owner_that_acquires_again_fences_its_own_older_epoch(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    again = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=False)
+    assert again.epoch > lease.epoch
+    with pytest.raises(LeaseLost):
+        await store.commit(lease, a_round(0, 3, 7))
+    await store.commit(again, a_round(0, 3, 7))
+
+
+async def test_of_fifty_concurrent_acquires_one_wins(store_url: str, session_id: str) -> None:
+    stores = [open_store(store_url) for _ in range(2)]
+    outcomes = await asyncio.gather(
+        *(stores[i % 2].acquire(session_id, owner=f"owner-{i}", ttl_s=LONG_TTL_S, create=True) for i in range(50)),
+        return_exceptions=True,
+    )
+    winners = [outcome for outcome in outcomes if isinstance(outcome, Lease)]
+    assert len(winners) == 1
+    assert all(isinstance(outcome, Lease | SessionBusy) for outcome in outcomes)
+    record = await stores[0].load(session_id)
+    assert record is not None
+    assert (record.owner, record.epoch) == (winners[0].owner, winners[0].epoch)
+    for store in stores:
+        await store.close()

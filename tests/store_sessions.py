@@ -1,0 +1,49 @@
+"""Sessions as tests of the stores hold them: a request, rounds of it, its log, and its loss.
+
+Not fixtures (`tests/contract/conftest.py`). Called by the contract tests of `specdec.state.store`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+
+from specdec.errors import SessionBusy
+from specdec.state.connection import RedisConnection
+from specdec.state.keys import session_keys
+from specdec.state.store import Commit, Lease, RequestRecord, SessionStore
+from specdec.types import FinishReason, TokenIds
+
+LONG_TTL_S = 60.0
+SHORT_TTL_S = 0.05
+
+REQUEST = RequestRecord("r-1", "digest", '{"temperature": 0.7}', turn=0, output_start=3)
+
+
+def tokens(*token_ids: int) -> TokenIds:
+    return np.asarray(token_ids, np.uint32)
+
+
+def a_round(round_id: int, base_len: int, *token_ids: int, finish_reason: FinishReason | None = None) -> Commit:
+    return Commit(round_id, base_len, tokens(*token_ids), json.dumps({"num_rounds": round_id}), finish_reason)
+
+
+async def held_tokens(store: SessionStore, session_id: str) -> list[int]:
+    return (await store.read_tokens(session_id)).tolist()
+
+
+async def lose_tokens(raw: RedisConnection, session_id: str, keep: int) -> None:
+    key = session_keys("default", session_id)[1]
+    kept = await raw.run_command("GETRANGE", key, 0, keep * 4 - 1) if keep else b""
+    await raw.run_command("SET", key, kept)
+
+
+async def acquire_when_free(store: SessionStore, session_id: str, owner: str) -> Lease:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await store.acquire(session_id, owner=owner, ttl_s=LONG_TTL_S, create=False)
+            except SessionBusy:
+                continue
