@@ -100,7 +100,6 @@ async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None
 
 
 @settings(deadline=None, max_examples=60)
-@settings(deadline=None)
 @given(st.lists(st.sets(st.integers(0, 2**32 - 1), min_size=1, max_size=80), max_size=9))
 def test_any_supports_survive_the_wire(supports: list[set[int]]) -> None:
     ids = [np.array(sorted(support), dtype=np.uint32) for support in supports]
