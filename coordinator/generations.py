@@ -41,6 +41,10 @@ from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
 from specdec.types import Mode, TokenIds
 
+#: A session's next request waits this long for the one that runs. Its client may just have left that one: gRPC does not
+#: promise to tell of one call's end before another's beginning.
+LEAVING_GRACE_S = 0.25
+
 _log = logging.getLogger(__name__)
 
 
@@ -119,6 +123,8 @@ class Generations:
         lock = self._locks.setdefault(session_id, asyncio.Lock())
         async with lock:
             running = self._running.get(session_id)
+            if running is not None and not _is_about(request, running):
+                await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
             if running is not None and (running.is_cancelled or running.stream.is_over):
                 await asyncio.wait([running.task])
             elif running is not None:
@@ -177,7 +183,7 @@ class Generations:
     def _join(self, running: Generation, request: GenerationRequest) -> Subscription:
         """Another reader for a running request."""
         identity = running.stream.identity
-        if request.resume_from is None and request.request_id != identity.request_id:
+        if not _is_about(request, running):
             raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
         _check_same_request(request, identity.request_id, identity.digest)
         num_held = request.resume_from or 0
@@ -365,6 +371,11 @@ def _check_same_request(request: GenerationRequest, request_id: str, digest: str
         )
     if request.resume_from is None and request.digest != digest:
         raise InvalidRequest(f"request_id {request_id!r} was used for another request", field="request_id")
+
+
+def _is_about(request: GenerationRequest, running: Generation) -> bool:
+    """Whether a request means what runs, rather than the session's next turn."""
+    return request.resume_from is not None or request.request_id == running.stream.identity.request_id
 
 
 def _replay(logged: LoggedRequest, num_held: int) -> Subscription:

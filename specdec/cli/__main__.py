@@ -6,11 +6,12 @@ Not here: what subcommands do. This module alone reads the environment and insta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import specdec
@@ -58,7 +59,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         if args.command == "up":
             return up.run(args, environ, _stop_event())
-        commands = {"generate": generate.run, "chat": chat.run, "bench": bench.run, "health": health.run}
+        if args.command == "chat":
+            return chat.run(args, environ, _interrupts)
+        commands = {"generate": generate.run, "bench": bench.run, "health": health.run}
         return commands[args.command](args, environ)
     except up.Usage as error:
         print(f"error: {InvalidRequest.code} {InvalidRequest.default_reason}: {error}", file=sys.stderr)
@@ -82,6 +85,16 @@ def _stop_event() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
     return stop
+
+
+@contextlib.contextmanager
+def _interrupts(action: Callable[[], None]) -> Iterator[None]:
+    """Within, Ctrl-C calls `action` and raises nothing: what it raises wherever the thread is may be lost there."""
+    before = signal.signal(signal.SIGINT, lambda *_: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main() -> NoReturn:

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec.cli.generate import BUDGETS, add_request_flags, request_options
@@ -23,7 +23,11 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_request_flags(parser, environ)
 
 
-def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+#: Within it, Ctrl-C calls what it was given.
+_Interrupts = Callable[[Callable[[], None]], contextlib.AbstractContextManager[None]]
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: _Interrupts) -> int:
     """Reads one message a line until the end of input. Raises SpecdecError when an answer fails."""
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
     if sys.stdin.isatty():
@@ -41,25 +45,29 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
                 with client.generate(
                     messages=messages, session_id=session_id, stream=True, provenance=True, **options
                 ) as stream:
-                    messages.append({"role": "assistant", "content": _answer(stream, writer)})
+                    messages.append({"role": "assistant", "content": _answer(stream, writer, interrupts)})
         finally:
             with contextlib.suppress(SpecdecError):  # the server forgets idle sessions by itself as well
                 client.delete_session(session_id)
     return 0
 
 
-def _answer(stream: Stream, writer: TokenWriter) -> str:
+def _answer(stream: Stream, writer: TokenWriter, interrupts: _Interrupts) -> str:
     """Streams one answer; what Ctrl-C left of it still belongs to the conversation."""
     texts: list[str] = []
-    try:
+    is_stopped = False
+
+    def stop() -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        stream.close()
+
+    with interrupts(stop):
         for chunk in stream:
             texts.append(chunk.text)
             writer.write(chunk)
-        print(flush=True)
-        print(closing_line(stream.result()), file=sys.stderr)
-    except KeyboardInterrupt:
-        print(flush=True)
-        print("stopped", file=sys.stderr)
+    print(flush=True)
+    print("stopped" if is_stopped else closing_line(stream.result()), file=sys.stderr)
     return "".join(texts)
 
 

@@ -87,6 +87,8 @@ class Stream(Iterator[Chunk]):
 
     def _read(self) -> pb.GenerateResponse | None:
         """The next message; None once closed."""
+        if self._closed:
+            return None  # while it waited to try again
         call = self._call
         if call is None:
             call = self._call = self._open_call(self._transcript.next_request())

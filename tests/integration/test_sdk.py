@@ -48,6 +48,16 @@ async def test_a_stream_left_early_leaves_its_session_free_for_the_next_turn_at_
             await client.get_session("s")
 
 
+async def test_the_next_turn_may_be_asked_for_before_the_stream_that_it_follows_is_left() -> None:
+    """However the two calls' news reach the server: one call's end and another's beginning have no order in gRPC."""
+    async with started_coordinator() as (_, coordinator), AsyncClient(coordinator.server.address) as client:
+        async with client.generate(stream=True, session_id="s", max_new_tokens=200, **GREEDY) as left:
+            await anext(left)
+            next_turn = asyncio.ensure_future(client.generate(session_id="s", max_new_tokens=3, **GREEDY))
+            await asyncio.sleep(0)  # it is on its way
+        assert len((await next_turn).token_ids) == 3
+
+
 async def test_many_streams_of_one_client_each_get_their_own_output() -> None:
     async with started_coordinator() as (rig, coordinator), AsyncClient(coordinator.server.address) as client:
         prompts = [tuple(range(2, 4 + index)) for index in range(12)]
