@@ -78,7 +78,9 @@ class Replica(Generic[LinkT]):
         if error.message != self._complaint:
             self._complaint = error.message
             _log.error(
-                "refused: %s", error.message, extra={"refused": self.address, "code": error.code, "reason": error.reason}
+                "refused: %s",
+                error.message,
+                extra={"refused": self.address, "code": error.code, "reason": error.reason},
             )
 
     async def describe(self, vocabulary_fingerprint: str) -> None:
@@ -209,7 +211,7 @@ class ReplicaPools:
         """Looks at every replica once: connects new ones, revives and buries old ones.
 
         Raises:
-            VocabularyMismatch: a static endpoint serves another vocabulary before any target replica was ever connected.
+            VocabularyMismatch: a static endpoint serves another vocabulary before a target replica was ever connected.
                 Later, and for discovered replicas, the replica is left out and logged: what streams goes on.
         """
         endpoints = await self._endpoints()

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import grpc
 import specdec
 from specdec.cli.health import is_serving
 from specdec.cli.processes import Child, free_ports
+from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
 from specdec.errors import SpecdecError, Unavailable
+from specdec.vocabulary import require_same_vocabulary
 
 _POLL_S = 0.1
 _DRAIN_GRACE_S = 3
@@ -58,13 +61,19 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     Raises:
         Usage: flags that make no sense together.
         Unavailable: the address is taken.
-        ChildFailed: a child did not start; its own error line where it gave one.
+        VocabularyMismatch: target and draft do not fit.
+        ChildFailed: a child did not start, or is refused by the coordinator; its own error line where it gave one.
         SpecdecError: the coordinator ended later.
     """
     _check(args)
     target, draft = _models(args)
     endpoint = _listen(args)
     with contextlib.ExitStack() as stack:
+        waiting = stack.enter_context(Waiting())
+        if args.draft and args.replicas_draft:  # the demo pair needs no look
+            _compare_vocabularies(target, draft, waiting, stop)
+        if stop.is_set():
+            return 0
         children: list[Child] = []
         redis_url = _redis(args, stack)
         stack.callback(_stop, children)
@@ -73,8 +82,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         arguments = ["--tokenizer", target, "--listen", endpoint, *_common(redis_url), "--poll-interval-s", "0.2"]
         coordinator = Child("coordinator", "coordinator", arguments, environ)
         children.append(coordinator)
-        with _spinner("starting target, draft and coordinator"):
-            _await_ready(children, endpoint, args.replicas_target + args.replicas_draft, stop)
+        _await_ready(children, endpoint, args.replicas_target + args.replicas_draft, waiting, stop)
+        waiting.close()
         if not stop.is_set():
             print(f"ready grpc={endpoint}", flush=True)
         for child in children:
@@ -146,19 +155,49 @@ def _listen(args: argparse.Namespace) -> str:
     return address
 
 
-def _await_ready(children: list[Child], endpoint: str, num_replicas: int, stop: threading.Event) -> None:
-    """Waits until the coordinator serves and knows every replica. Raises ChildFailed when a child ends first."""
+def _compare_vocabularies(target: str, draft: str, waiting: Waiting, stop: threading.Event) -> None:
+    """Raises what `require_same_vocabulary` does, before anything is loaded. Returns at once on `stop`."""
+    outcome: Future[None] = Future()
+
+    def compare() -> None:
+        try:
+            outcome.set_result(require_same_vocabulary(target, draft))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    # A daemon: Ctrl-C does not wait for the hub, from which the tokenizers may come.
+    threading.Thread(target=compare, name="compare-vocabularies", daemon=True).start()
+    while not (stop.is_set() or outcome.done()):
+        waiting.show(f"comparing the vocabularies of {target} and {draft}")
+        wait([outcome], _POLL_S)
+    if outcome.done():
+        outcome.result()
+
+
+def _await_ready(
+    children: list[Child], endpoint: str, num_replicas: int, waiting: Waiting, stop: threading.Event
+) -> None:
+    """Waits until the coordinator serves and knows every replica.
+
+    Raises:
+        ChildFailed: a child ends first, or the coordinator refuses one.
+    """
     dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
     with grpc.insecure_channel(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
-        _poll(children, stop, lambda: is_serving(channel))
-        _poll(children, stop, lambda: _num_replicas(client) >= num_replicas)
+        _poll(children, waiting, stop, lambda: is_serving(channel))
+        _poll(children, waiting, stop, lambda: _num_replicas(client) >= num_replicas)
 
 
-def _poll(children: list[Child], stop: threading.Event, done: Callable[[], bool]) -> None:
+def _poll(children: list[Child], waiting: Waiting, stop: threading.Event, done: Callable[[], bool]) -> None:
+    coordinator = children[-1]
     while not (stop.is_set() or done()):
         for child in children:
             if not child.is_alive:
                 raise ChildFailed(_reason(child))
+            # Other systems may share the registry: what it refuses of theirs keeps nobody from being ready.
+            for address in coordinator.refusals.keys() & set(child.arguments):
+                raise ChildFailed(coordinator.refusals[address])
+        waiting.show(", ".join(f"{child.name}: {child.stage}" for child in children))
         stop.wait(_POLL_S)
 
 
@@ -196,11 +235,3 @@ def _stop(children: list[Child]) -> None:
         child.ask_to_stop()
     for child in reversed(children):
         child.stop()
-
-
-def _spinner(text: str) -> contextlib.AbstractContextManager[Any]:
-    if not sys.stderr.isatty():
-        return contextlib.nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"{text} …")

@@ -86,6 +86,7 @@ def load_worker(
         torch.set_num_threads(num_threads)
     config = _load_config(model, directory)
     token_to_id = load_vocabulary(directory)
+    _log.info("loading weights of %s to %s", model, torch_device)
     loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
     layers = probe_layers(loaded)
     loaded.set_attn_implementation(ATTENTION_NAME)

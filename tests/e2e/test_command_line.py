@@ -12,10 +12,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from specdec.cli import up
+from specdec.cli.__main__ import build_parser
+from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
+from tests.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECDEC = [sys.executable, "-m", "specdec.cli"]
@@ -36,6 +42,11 @@ def start_up(*flags: str) -> tuple[subprocess.Popen[str], str]:
         up.kill()
         pytest.fail(f"up printed {line!r}; stderr: {up.communicate()[1]}")
     return up, found[1]
+
+
+def complaints(stderr: str) -> str:
+    """What `up` wrote to stderr but for what it says while it waits, which it does where the machine is slow."""
+    return re.sub(r"^starting \(\d+ s\): .*\n", "", stderr, flags=re.MULTILINE)
 
 
 def children_of(process: subprocess.Popen[str]) -> list[int]:
@@ -61,7 +72,8 @@ def endpoint() -> Iterator[str]:
     up.send_signal(signal.SIGTERM)
     assert up.wait(60) == 0
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
-    assert up.communicate() == ("", "")
+    stdout, stderr = up.communicate()
+    assert (stdout, complaints(stderr)) == ("", "")
 
 
 def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -231,8 +243,78 @@ def test_up_that_cannot_start_says_why_in_one_line_and_leaves_nothing(
         result = specdec("up", *flags)
     assert result.returncode == 1
     assert result.stdout == ""
-    assert re.fullmatch(r"error: [A-Z_]+ [A-Z_]+: .+\n", result.stderr), result.stderr
+    assert re.fullmatch(r"error: [A-Z_]+ [A-Z_]+: .+\n", complaints(result.stderr)), result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def misfits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft of different tokenizers."""
+    sizes = {"target": 256, "draft": 200}
+    target, draft = (
+        build_tiny_model("llama", tmp_path_factory.mktemp(name), vocabulary_size=size, num_layers=1)
+        for name, size in sizes.items()
+    )
+    return target, draft
+
+
+def fingerprints(models: tuple[Path, Path]) -> list[str]:
+    return [vocabulary_fingerprint(load_vocabulary(model)) for model in models]
+
+
+def test_up_with_two_tokenizers_says_so_before_anything_is_loaded(misfits: tuple[Path, Path]) -> None:
+    target, draft = map(str, misfits)
+    result = specdec("up", "--listen", "127.0.0.1:0", "--target", target, "--draft", draft)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = complaints(result.stderr).splitlines()
+    assert line.startswith("error: FAILED_PRECONDITION VOCABULARY_MISMATCH: draft model ")
+    assert all(fingerprint in line for fingerprint in fingerprints(misfits))
+
+
+def test_up_ends_when_its_coordinator_refuses_a_replica(
+    misfits: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A draft that got another tokenizer after the look at the files: the look is left out here.
+    monkeypatch.setattr(up, "require_same_vocabulary", lambda target, draft: None)
+    args = ["up", "--listen", "127.0.0.1:0", "--target", str(misfits[0]), "--draft", str(misfits[1])]
+    with pytest.raises(up.ChildFailed) as caught:
+        up.run(build_parser(ENVIRON).parse_args(args), ENVIRON, threading.Event())
+    assert str(caught.value).startswith("FAILED_PRECONDITION VOCABULARY_MISMATCH: refused: draft replica ")
+    assert all(fingerprint in str(caught.value) for fingerprint in fingerprints(misfits))
+    assert Path("/proc/self/task", str(os.getpid()), "children").read_text() == ""
+    assert "[coordinator] refused: draft replica " in capsys.readouterr().err
+
+
+def test_up_that_takes_long_says_what_it_waits_for() -> None:
+    up = subprocess.Popen([*SPECDEC, "up", "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True, env=ENVIRON)
+    while len(children := children_of(up)) < 3:
+        assert up.poll() is None
+    os.kill(children[0], signal.SIGSTOP)
+    try:
+        assert up.stderr is not None
+        line = up.stderr.readline()
+        assert re.fullmatch(r"starting \(\d+ s\): target-0: \S.*, draft-0: \S.*, coordinator: \S.*\n", line)
+    finally:
+        os.kill(children[0], signal.SIGCONT)
+        up.send_signal(signal.SIGTERM)
+        up.communicate()
+    assert up.returncode == 0
+
+
+def test_up_starts_in_a_folder_that_has_one_of_our_name(tmp_path: Path) -> None:
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec" / "__init__.py").touch()
+    script = f"import sys; sys.path[0] = {str(ROOT)!r}; from specdec.cli.__main__ import main; main()"
+    command = [sys.executable, "-c", script, "up", "--listen", "127.0.0.1:0"]
+    environ = {name: value for name, value in ENVIRON.items() if name != "PYTHONPATH"}
+    started = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    started.send_signal(signal.SIGTERM)
+    _, stderr = started.communicate()
+    assert line.startswith("ready grpc="), stderr
 
 
 def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str) -> None:
