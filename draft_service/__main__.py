@@ -102,6 +102,7 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         num_threads=settings.num_threads,
         compiling=CompileOptions(
             settings.compile_backend,

@@ -101,6 +101,7 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         num_threads=settings.num_threads,
         compiling=CompileOptions(
             settings.compile_backend,

@@ -30,6 +30,12 @@ _POLL_S = 0.1
 _DRAIN_GRACE_S = 3
 
 
+#: Shares of the device's memory where nothing is said. A small draft keeps the keys and values of as many tokens as its
+#: target and needs nearly as much for each, but few weights. What is left over, each process takes beside its model.
+_UTILIZATION = {"target": 0.6, "draft": 0.3}
+_UTILIZATION_ALONE = 0.9
+
+
 class Usage(Exception):
     """Flags that make no sense, alone or together."""
 
@@ -53,6 +59,16 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--replicas-draft", type=int, default=1, metavar="N", help="0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N")
+    for role, share in _UTILIZATION.items():
+        parser.add_argument(
+            f"--gpu-memory-utilization-{role}", type=float, metavar="SHARE",
+            help=f"share of a GPU's memory for all {role} replicas together; default {share}"
+            + (f", without a draft {_UTILIZATION_ALONE}" if role == "target" else ""),
+        )  # fmt: skip
+        parser.add_argument(
+            f"--kv-cache-bytes-{role}", type=int, metavar="N",
+            help=f"size of each {role} replica's KV cache, instead of what that share leaves",
+        )  # fmt: skip
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Event) -> int:
@@ -98,6 +114,25 @@ def _check(args: argparse.Namespace) -> None:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
         raise Usage("--target needs a --draft with the same vocabulary, or --replicas-draft 0")
+    for role in _UTILIZATION:
+        if not 0 < _utilization(args, role) <= 1:
+            raise Usage(f"--gpu-memory-utilization-{role} must be above 0 and at most 1")
+        if (num_bytes := getattr(args, f"kv_cache_bytes_{role}")) is not None and num_bytes < 1:
+            raise Usage(f"--kv-cache-bytes-{role} must be at least 1")
+    target, draft = (_utilization(args, role) for role in ("target", "draft"))
+    if args.replicas_draft and target + draft > 1:
+        raise Usage(
+            f"--gpu-memory-utilization-target {target:g} and --gpu-memory-utilization-draft {draft:g} are more than 1 "
+            "together"
+        )
+
+
+def _utilization(args: argparse.Namespace, role: str) -> float:
+    """Share of the device's memory for all replicas of a role."""
+    given: float | None = getattr(args, f"gpu_memory_utilization_{role}")
+    if given is not None:
+        return given
+    return _UTILIZATION[role] if args.replicas_draft else _UTILIZATION_ALONE
 
 
 def _models(args: argparse.Namespace) -> tuple[str, str]:
@@ -123,13 +158,21 @@ def _replicas(
     # them, and a step waits for its slowest thread. Idle threads spin for microseconds only (docs/LOG.md).
     num_threads = max(1, ((os.cpu_count() or 1) - 1) // max(1, count))
     quiet = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": str(num_threads), **environ}
+    # Not a flag, which would win over the same variable of the caller's.
+    share = str(_utilization(args, role) / max(1, count))
+    quiet = {f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION": share, **quiet}
+    memory = []
+    if getattr(args, f"gpu_memory_utilization_{role}") is not None:
+        memory += ["--gpu-memory-utilization", share]
+    if (num_bytes := getattr(args, f"kv_cache_bytes_{role}")) is not None:
+        memory += ["--kv-cache-bytes", str(num_bytes)]
     return [
         Child(
             f"{role}-{index}",
             f"{role}_service",
             [
                 *("--model", model, "--device", args.device, "--dtype", args.dtype),
-                *("--compile-backend", args.compile_backend),
+                *("--compile-backend", args.compile_backend, *memory),
                 *("--listen", f"127.0.0.1:{port}", *_common(redis_url)),
             ],
             quiet,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ import pytest
 
 from specdec.cli import up
 from specdec.cli.__main__ import build_parser
+from specdec.client import Client
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 from tests.tiny_models import build_tiny_model
 
@@ -283,6 +285,44 @@ def test_up_ends_when_its_coordinator_refuses_a_replica(
     assert all(fingerprint in str(caught.value) for fingerprint in fingerprints(misfits))
     assert Path("/proc/self/task", str(os.getpid()), "children").read_text() == ""
     assert "[coordinator] refused: draft replica " in capsys.readouterr().err
+
+
+def test_memory_is_given_to_each_role_of_up() -> None:
+    num_blocks = 8
+    block_bytes = 16 * 6 * 4 * (32 + 32) * 4  # tokens, layers, KV heads, keys and values, float32: of the demo's target
+    flags = ["--kv-cache-bytes-target", str(num_blocks * block_bytes), "--gpu-memory-utilization-draft", "0.25"]
+    started, endpoint = start_up("--replicas-draft", "2", *flags, "--dtype", "float32")
+    with Client(endpoint) as client:
+        assert client.info().max_context_tokens == num_blocks * 16
+    shares = []
+    for pid in children_of(started):
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        shares += [word for word in variables if "GPU_MEMORY_UTILIZATION" in word]
+        shares += [share for flag, share in itertools.pairwise(words) if flag == "--gpu-memory-utilization"]
+    assert [share for share in shares if "TARGET" in share] == ["SPECDEC_TARGET__GPU_MEMORY_UTILIZATION=0.6"]
+    assert shares.count("0.125") == 2
+    started.send_signal(signal.SIGTERM)
+    started.communicate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--gpu-memory-utilization-target", "0.8"],
+            "target 0.8 and --gpu-memory-utilization-draft 0.3 are more than 1",
+        ),
+        (["--gpu-memory-utilization-draft", "0"], "--gpu-memory-utilization-draft must be above 0 and at most 1"),
+        (["--gpu-memory-utilization-target", "nan"], "--gpu-memory-utilization-target must be above 0 and at most 1"),
+        (["--kv-cache-bytes-draft", "0"], "--kv-cache-bytes-draft must be at least 1"),
+    ],
+)
+def test_shares_of_memory_that_make_no_sense_are_refused_by_flag(flags: list[str], words: str) -> None:
+    result = specdec("up", *flags)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: ")
+    assert words in result.stderr
 
 
 def test_up_that_takes_long_says_what_it_waits_for() -> None:
