@@ -12,6 +12,7 @@ from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from tests.coordinator_rig import PROMPT, Coordinator, Rig, Service, read_rest, read_until, request, start_service
+from tests.stack import free_port
 
 
 async def redeploy(rig: Rig, service: Service, role: str = "", *, vocabulary: str = "table") -> Service:
@@ -147,3 +148,12 @@ async def test_an_endpoint_that_becomes_a_service_of_the_other_role_is_left_out(
         await redeploy(rig, swapped, role)
         await poll_until_all_live(coordinator.pools, 2)
         assert (await coordinator.generate(request())).finished.stats.num_draft_tokens > 0
+
+
+async def test_an_endpoint_where_nobody_listens_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    pools = ReplicaPools("table", static_endpoints=[(TARGET, f"127.0.0.1:{free_port()}")])
+    for _ in range(3):
+        await pools.poll()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "does not answer yet" in warning
+    await pools.close()
