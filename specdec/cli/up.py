@@ -31,7 +31,7 @@ _DRAIN_GRACE_S = 3
 
 
 #: Shares of the device's memory where nothing is said. A small draft keeps the keys and values of as many tokens as its
-#: target and needs nearly as much for each, but few weights. What is left over, each process takes beside its model.
+#: target and needs nearly as much for each, but few weights. The rest is for what each process holds beside its model.
 _UTILIZATION = {"target": 0.6, "draft": 0.3}
 _UTILIZATION_ALONE = 0.9
 
