@@ -5,7 +5,7 @@ SHELL := /bin/bash
 # The first of these that is a Python we support makes the environment; PYTHON=... overrides.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
-# For instance --extra-index-url https://download.pytorch.org/whl/cpu, where a plain torch would bring CUDA along.
+# For instance --extra-index-url URL of an index with CPU builds of torch, where a plain one would bring CUDA along.
 PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -86,7 +86,7 @@ k8s-validate: setup  ## render the manifests and check them, and the compose fil
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python k8s/validate.py
 
 images:  ## build the three service images
-	@for s in draft_service target_service coordinator; do docker build -f $$s/Dockerfile -t specdec/$${s/_/-}:latest . || exit 1; done
+	@for s in draft_service target_service coordinator; do docker build --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL -f $$s/Dockerfile -t specdec/$${s/_/-}:latest . || exit 1; done
 
 up:  ## the whole system in containers
 	docker compose up --build --wait

@@ -68,8 +68,7 @@ class RunningSystem:
             draft_dir: a checkpoint of the same vocabulary.
             dtype: as a service takes it.
             device: of both models.
-            kv_cache_bytes: of target and draft. None is what each takes by itself, which on a GPU is nearly all that is
-                free: too much for two.
+            kv_cache_bytes: of target and draft. None is what `specdec up` gives each.
         """
         models = ["--target", str(target_dir), "--draft", str(draft_dir)]
         self._command = [sys.executable, "-m", "specdec.cli", "up", *models, "--listen", "127.0.0.1:0"]

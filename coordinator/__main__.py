@@ -45,7 +45,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
     """Serves until SIGTERM or SIGINT, then drains.
 
     Raises:
-        SpecdecError: it cannot begin (address, tokenizer, store), or a static endpoint serves another vocabulary.
+        SpecdecError: it cannot begin (address, tokenizer, store), or a static endpoint serves another vocabulary
+            before anything could be served.
     """
     require_addresses(settings)
     stop = asyncio.Event()
@@ -116,7 +117,7 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
 
 
 async def _watch_until(stop: asyncio.Event, pools: ReplicaPools) -> None:
-    """Watches the replicas until `stop`. Raises VocabularyMismatch when a static endpoint does not fit."""
+    """Watches the replicas until `stop`. Raises VocabularyMismatch when a static endpoint does not fit at the start."""
     watcher, stopper = asyncio.create_task(pools.watch()), asyncio.create_task(stop.wait())
     try:
         done, _ = await asyncio.wait({watcher, stopper}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,9 @@
 """The draft and target replicas a coordinator can reach: connections, vocabulary check, liveness.
 
 Replicas come from static endpoints or from the registry, polled. A replica is used once `GetEngineInfo` answered and
-its vocabulary is the tokenizer's; it is dead from a failed call until it answers again. Not here: which session goes
-where (`placement`), what is sent (`round`).
+its vocabulary is the tokenizer's; it is dead from a failed call until it answers again. One that turns out to be
+another service or to have another vocabulary is left out until it fits. Not here: which session goes where
+(`placement`), what is sent (`round`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Generic, TypeVar
 
-from specdec.errors import NotFound, SpecdecError, Unavailable, VocabularyMismatch
+from specdec.errors import NotFound, SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.state.store import ReplicaRegistry
 from specdec.types import EngineInfo
@@ -42,6 +43,8 @@ class Replica(Generic[LinkT]):
         self.num_rows = 0
         """Positions in those answers."""
         self._new_sessions = 0
+        self._complaint = ""
+        """What was last logged against it since it last fitted."""
 
     @property
     def pool(self) -> str:
@@ -63,29 +66,49 @@ class Replica(Generic[LinkT]):
         """Takes the replica out of use until it answers again."""
         if self.is_alive:
             _log.warning("%s replica %s failed: %s", self.role, self.address, error)
+        elif self.info is None and not self._complaint:
+            self._complaint = str(error) or type(error).__name__
+            _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._complaint)
         self.is_alive = False
+
+    def refuse(self, error: SpecdecError) -> None:
+        """Leaves the replica out until it describes itself as one that fits; says so once, not at every poll."""
+        self.is_alive = False
+        self.info = None
+        if error.message != self._complaint:
+            self._complaint = error.message
+            _log.error(
+                "refused: %s",
+                error.message,
+                extra={"refused": self.address, "code": error.code, "reason": error.reason},
+            )
 
     async def describe(self, vocabulary_fingerprint: str) -> None:
         """Asks the replica what it is; afterwards it is alive.
 
         Raises:
             VocabularyMismatch: its vocabulary is not ours.
+            Unsupported: it is no service of this role.
             SpecdecError, TimeoutError: it did not answer.
         """
-        async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-            info = await self.link.info()
+        try:
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                info = await self.link.info()
+        except Unsupported as error:
+            raise Unsupported(f"{self.address} is not a {self.role} service: {error.message}") from error
+        if info.role != self.role:
+            raise Unsupported(f"{self.address} is not a {self.role} service but a {info.role} service")
         if info.vocabulary_fingerprint != vocabulary_fingerprint:
             raise VocabularyMismatch(
                 f"{self.role} replica {info.replica_id} at {self.address} has vocabulary fingerprint "
                 f"{info.vocabulary_fingerprint}, the tokenizer has {vocabulary_fingerprint}"
             )
-        if info.role != self.role:
-            raise Unavailable(f"{self.address} is a {info.role} service, a {self.role} service was expected")
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
         self.info = info
         self.is_alive = True
         self._new_sessions = 0
+        self._complaint = ""
 
 
 DraftReplica = Replica[DraftLink]
@@ -120,8 +143,8 @@ class ReplicaPools:
         self._on_readiness = on_readiness
         self._replicas: dict[tuple[str, str], Replica[Any]] = {}
         self._draft_pool_names: set[str] = set()
-        self._refused: set[tuple[str, str]] = set()
         self._was_ready = False
+        self._has_been_ready = False
         self._last_target_info: EngineInfo | None = None
 
     def targets(self) -> list[TargetReplica]:
@@ -188,17 +211,17 @@ class ReplicaPools:
         """Looks at every replica once: connects new ones, revives and buries old ones.
 
         Raises:
-            VocabularyMismatch: a static endpoint serves another vocabulary; a discovered one is refused and logged.
+            VocabularyMismatch: a static endpoint serves another vocabulary before a target replica was ever connected.
+                Later, and for discovered replicas, the replica is left out and logged: what streams goes on.
         """
         endpoints = await self._endpoints()
         for key in self._replicas.keys() - endpoints:
             await self._replicas.pop(key).link.close()
-        for key in endpoints - self._replicas.keys() - self._refused:
+        for key in endpoints - self._replicas.keys():
             self._replicas[key] = _open_replica(*key)
-        self._refused &= endpoints
         await asyncio.gather(*(self._check(key, replica) for key, replica in list(self._replicas.items())))
         if self.is_ready != self._was_ready:
-            self._was_ready = self.is_ready
+            self._was_ready, self._has_been_ready = self.is_ready, True
             if self._on_readiness is not None:
                 await self._on_readiness(self._was_ready)
 
@@ -235,17 +258,17 @@ class ReplicaPools:
         except SpecdecError as error:
             # Without the registry the replicas we have go on serving.
             _log.warning("the replica registry cannot be read: %s", error)
-            return set(self._replicas) | self._refused
+            return set(self._replicas)
 
     async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
         try:
             await replica.describe(self.vocabulary_fingerprint)
         except VocabularyMismatch as error:
-            if key in self._static:
+            if key in self._static and not self._has_been_ready:
                 raise
-            _log.error("refused: %s", error)
-            self._refused.add(key)
-            await self._replicas.pop(key).link.close()
+            replica.refuse(error)
+        except Unsupported as error:
+            replica.refuse(error)
         except (SpecdecError, TimeoutError) as error:
             replica.fail(error)
         else:

@@ -6,6 +6,7 @@ The only module of the service that reads the environment and installs signal ha
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -30,6 +31,8 @@ from specdec.state.registry import Heartbeat
 
 if TYPE_CHECKING:
     from draft_service.proposer import Proposer
+
+_log = logging.getLogger("draft_service")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +89,7 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
             scheduler=Scheduler(settings.max_step_tokens, settings.prefill_budget_ms / 1e3),
             observer=metrics,
         )
+    _log.info("loading %s", settings.model)
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
     from draft_service.pace import Predraft
@@ -98,6 +102,7 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         num_threads=settings.num_threads,
         compiling=CompileOptions(
             settings.compile_backend,

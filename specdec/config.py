@@ -196,6 +196,11 @@ class ReplicaSettings(ServiceSettings):
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache. Unset: chosen by the model and the memory there is."""
 
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a GPU's whole memory that this process may take: weights, KV cache and working memory. Give it where
+    processes share a GPU: what each takes then does not depend on which starts first. --kv-cache-bytes wins over it.
+    Unset: nearly all that is free once the weights are loaded."""
+
     max_gamma: int = Field(default=16, ge=1, le=256)
     """Most draft tokens a round."""
 

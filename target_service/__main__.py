@@ -6,6 +6,7 @@ The only module of the service that reads the environment and installs signal ha
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -30,6 +31,8 @@ from target_service.config import TargetSettings
 
 if TYPE_CHECKING:
     from target_service.verifier import Verifier
+
+_log = logging.getLogger("target_service")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +89,7 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
             scheduler=Scheduler(settings.max_step_tokens, settings.prefill_budget_ms / 1e3),
             observer=metrics,
         )
+    _log.info("loading %s", settings.model)
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.compiled import CompileOptions, row_counts
@@ -97,6 +101,7 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         num_threads=settings.num_threads,
         compiling=CompileOptions(
             settings.compile_backend,

@@ -86,10 +86,11 @@ async def start_service(
     salt: int,
     listen: str = "127.0.0.1:0",
     pool: str = "default",
+    vocabulary: str = "table",
     between: Callable[[Any], Any] = lambda engine: engine,
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
-    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, salt=salt)
+    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, salt=salt, vocabulary=vocabulary)
     options = {"pool": pool, "replica_id": f"{role}-{salt}", "model": "table", "max_gamma": 8}
     engine = Proposer(worker, **options) if role == DRAFT else Verifier(worker, **options)
     metrics = EngineMetrics("table", role=role)

@@ -22,15 +22,22 @@ class TableWorker:
     """Implements `specdec.engine.base.Worker`."""
 
     def __init__(
-        self, *, vocabulary_size: int = 24, num_blocks: int = 64, context: int = 512, spread: float = 2.0, salt: int = 0
+        self,
+        *,
+        vocabulary_size: int = 24,
+        num_blocks: int = 64,
+        context: int = 512,
+        spread: float = 2.0,
+        salt: int = 0,
+        vocabulary: str = "table",
     ) -> None:
-        """`salt` makes another model; equal parameters make the same one."""
+        """`salt` makes another model; equal parameters make the same one. `vocabulary` is only reported."""
         self.shape = ModelShape(
             vocabulary_size=vocabulary_size,
             max_context_tokens=context,
             eos_token_ids=(1,),
             model_fingerprint=f"table-{salt}",
-            vocabulary_fingerprint="table",
+            vocabulary_fingerprint=vocabulary,
             num_kv_blocks=num_blocks,
             dtype="float32",
             device="cpu",

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import specdec
+
 _QUIET_LEVELS = {"debug", "info"}
+_LAST_WORD_LEVELS = {"error", "critical"}
+_PACKAGE_ROOT = str(Path(specdec.__file__).resolve().parents[1])
 _STOP_GRACE_S = 10.0
 
 #: Set for services unless the caller has its own. gRPC reads it when it is imported. Its event engine hands every
@@ -32,23 +38,32 @@ def free_ports(count: int) -> list[int]:
 class Child:
     """One service as a child process.
 
-    What it writes is read line by line and JSON log records below warning are dropped, but those of a long start (the
-    ones that have a `progress`), which go to stderr at once. Until `relay()` the rest is held back, so that a failed
-    start can be told in one line; from then on it goes to stderr.
+    What it writes is read line by line. JSON log records from warning up, and those of a long start (the ones that have
+    a `progress`), go to stderr at once; the others only tell its `stage`. Plain lines are held back until `relay()`, so
+    that a failed start can be told in one line; from then on they go to stderr too.
     """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts `python -m MODULE ARGUMENTS` in a session of its own: Ctrl-C reaches the parent alone."""
+        """Starts `python -m MODULE ARGUMENTS` in a session of its own: Ctrl-C reaches the parent alone.
+
+        Whatever folder this is started from, the child imports the packages that we are: without -P its current folder
+        would come first, where a folder called specdec may lie.
+        """
         self.name = name
+        self.arguments = tuple(arguments)
+        self.stage = "starting"
+        """What it last said that it does."""
+        self.refusals: dict[str, str] = {}
+        """Replicas that it said it refuses, by HOST:PORT, each as the "CODE REASON: message" of an error line."""
         self._held: list[str] = []
         self._relaying = False
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "specdec.cli.child", module, *arguments],
+            [sys.executable, "-P", "-m", "specdec.cli.child", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**SERVICE_ENVIRONMENT, **environ},
+            env={**SERVICE_ENVIRONMENT, **environ, "PYTHONPATH": _python_path(environ)},
             start_new_session=True,
             text=True,
             errors="replace",
@@ -100,14 +115,23 @@ class Child:
         assert self._process.stdout is not None  # it was opened above
         for line in self._process.stdout:
             record = _record(line)
-            text = line.rstrip("\n") if record is None else _worth_telling(record)
-            if text is None:
-                continue
             with self._lock:
-                if self._relaying or (record is not None and "progress" in record):
-                    self._pass_on(text)
+                if record is not None:
+                    self._take(record)
+                elif self._relaying:
+                    self._pass_on(line.rstrip("\n"))
                 else:
-                    self._held.append(text)
+                    self._held.append(line.rstrip("\n"))
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        level, message = str(record.get("level", "")).lower(), str(record.get("message", json.dumps(record)))
+        self.stage = text = " ".join(message.split())
+        if "refused" in record:
+            self.refusals[str(record["refused"])] = f"{record.get('code')} {record.get('reason')}: {text}"
+        if level not in _QUIET_LEVELS or "progress" in record:
+            self._pass_on(text)
+        if level in _LAST_WORD_LEVELS:
+            self._held.append(text)
 
     def _pass_on(self, text: str) -> None:
         print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
@@ -122,8 +146,5 @@ def _record(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _worth_telling(record: Mapping[str, Any]) -> str | None:
-    """A record as a person should see it; None below warning, unless it is a step of a long start."""
-    if str(record.get("level", "")).lower() in _QUIET_LEVELS and "progress" not in record:
-        return None
-    return str(record.get("message", json.dumps(record)))
+def _python_path(environ: Mapping[str, str]) -> str:
+    return os.pathsep.join(filter(None, (_PACKAGE_ROOT, environ.get("PYTHONPATH"))))

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,19 @@ import grpc
 import specdec
 from specdec.cli.health import is_serving
 from specdec.cli.processes import Child, free_ports
+from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
 from specdec.errors import SpecdecError, Unavailable
+from specdec.vocabulary import require_same_vocabulary
 
 _POLL_S = 0.1
 _DRAIN_GRACE_S = 3
+
+
+#: Shares of the device's memory where nothing is said. A small draft keeps the keys and values of as many tokens as its
+#: target and needs nearly as much for each, but few weights. The rest is for what each process holds beside its model.
+_UTILIZATION = {"target": 0.6, "draft": 0.3}
+_UTILIZATION_ALONE = 0.9
 
 
 class Usage(Exception):
@@ -50,6 +59,16 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--replicas-draft", type=int, default=1, metavar="N", help="0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N")
+    for role, share in _UTILIZATION.items():
+        parser.add_argument(
+            f"--gpu-memory-utilization-{role}", type=float, metavar="SHARE",
+            help=f"share of a GPU's memory for all {role} replicas together; default {share}"
+            + (f", without a draft {_UTILIZATION_ALONE}" if role == "target" else ""),
+        )  # fmt: skip
+        parser.add_argument(
+            f"--kv-cache-bytes-{role}", type=int, metavar="N",
+            help=f"size of each {role} replica's KV cache, instead of what that share leaves",
+        )  # fmt: skip
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Event) -> int:
@@ -58,13 +77,19 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     Raises:
         Usage: flags that make no sense together.
         Unavailable: the address is taken.
-        ChildFailed: a child did not start; its own error line where it gave one.
+        VocabularyMismatch: target and draft do not fit.
+        ChildFailed: a child did not start, or is refused by the coordinator; its own error line where it gave one.
         SpecdecError: the coordinator ended later.
     """
     _check(args)
     target, draft = _models(args)
     endpoint = _listen(args)
     with contextlib.ExitStack() as stack:
+        waiting = stack.enter_context(Waiting())
+        if args.draft and args.replicas_draft:  # the demo pair needs no look
+            _compare_vocabularies(target, draft, waiting, stop)
+        if stop.is_set():
+            return 0
         children: list[Child] = []
         redis_url = _redis(args, stack)
         stack.callback(_stop, children)
@@ -73,8 +98,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         arguments = ["--tokenizer", target, "--listen", endpoint, *_common(redis_url), "--poll-interval-s", "0.2"]
         coordinator = Child("coordinator", "coordinator", arguments, environ)
         children.append(coordinator)
-        with _spinner("starting target, draft and coordinator"):
-            _await_ready(children, endpoint, args.replicas_target + args.replicas_draft, stop)
+        _await_ready(children, endpoint, args.replicas_target + args.replicas_draft, waiting, stop)
+        waiting.close()
         if not stop.is_set():
             print(f"ready grpc={endpoint}", flush=True)
         for child in children:
@@ -89,6 +114,25 @@ def _check(args: argparse.Namespace) -> None:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
         raise Usage("--target needs a --draft with the same vocabulary, or --replicas-draft 0")
+    for role in _UTILIZATION:
+        if not 0 < _utilization(args, role) <= 1:
+            raise Usage(f"--gpu-memory-utilization-{role} must be above 0 and at most 1")
+        if (num_bytes := getattr(args, f"kv_cache_bytes_{role}")) is not None and num_bytes < 1:
+            raise Usage(f"--kv-cache-bytes-{role} must be at least 1")
+    target, draft = (_utilization(args, role) for role in ("target", "draft"))
+    if args.replicas_draft and target + draft > 1:
+        raise Usage(
+            f"--gpu-memory-utilization-target {target:g} and --gpu-memory-utilization-draft {draft:g} are more than 1 "
+            "together"
+        )
+
+
+def _utilization(args: argparse.Namespace, role: str) -> float:
+    """Share of the device's memory for all replicas of a role."""
+    given: float | None = getattr(args, f"gpu_memory_utilization_{role}")
+    if given is not None:
+        return given
+    return _UTILIZATION[role] if args.replicas_draft else _UTILIZATION_ALONE
 
 
 def _models(args: argparse.Namespace) -> tuple[str, str]:
@@ -114,13 +158,21 @@ def _replicas(
     # them, and a step waits for its slowest thread. Idle threads spin for microseconds only (docs/LOG.md).
     num_threads = max(1, ((os.cpu_count() or 1) - 1) // max(1, count))
     quiet = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": str(num_threads), **environ}
+    # Not a flag, which would win over the same variable of the caller's.
+    share = str(_utilization(args, role) / max(1, count))
+    quiet = {f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION": share, **quiet}
+    memory = []
+    if getattr(args, f"gpu_memory_utilization_{role}") is not None:
+        memory += ["--gpu-memory-utilization", share]
+    if (num_bytes := getattr(args, f"kv_cache_bytes_{role}")) is not None:
+        memory += ["--kv-cache-bytes", str(num_bytes)]
     return [
         Child(
             f"{role}-{index}",
             f"{role}_service",
             [
                 *("--model", model, "--device", args.device, "--dtype", args.dtype),
-                *("--compile-backend", args.compile_backend),
+                *("--compile-backend", args.compile_backend, *memory),
                 *("--listen", f"127.0.0.1:{port}", *_common(redis_url)),
             ],
             quiet,
@@ -146,19 +198,49 @@ def _listen(args: argparse.Namespace) -> str:
     return address
 
 
-def _await_ready(children: list[Child], endpoint: str, num_replicas: int, stop: threading.Event) -> None:
-    """Waits until the coordinator serves and knows every replica. Raises ChildFailed when a child ends first."""
+def _compare_vocabularies(target: str, draft: str, waiting: Waiting, stop: threading.Event) -> None:
+    """Raises what `require_same_vocabulary` does, before anything is loaded. Returns at once on `stop`."""
+    outcome: Future[None] = Future()
+
+    def compare() -> None:
+        try:
+            outcome.set_result(require_same_vocabulary(target, draft))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    # A daemon: Ctrl-C does not wait for the hub, from which the tokenizers may come.
+    threading.Thread(target=compare, name="compare-vocabularies", daemon=True).start()
+    while not (stop.is_set() or outcome.done()):
+        waiting.show(f"comparing the vocabularies of {target} and {draft}")
+        wait([outcome], _POLL_S)
+    if outcome.done():
+        outcome.result()
+
+
+def _await_ready(
+    children: list[Child], endpoint: str, num_replicas: int, waiting: Waiting, stop: threading.Event
+) -> None:
+    """Waits until the coordinator serves and knows every replica.
+
+    Raises:
+        ChildFailed: a child ends first, or the coordinator refuses one.
+    """
     dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
     with grpc.insecure_channel(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
-        _poll(children, stop, lambda: is_serving(channel))
-        _poll(children, stop, lambda: _num_replicas(client) >= num_replicas)
+        _poll(children, waiting, stop, lambda: is_serving(channel))
+        _poll(children, waiting, stop, lambda: _num_replicas(client) >= num_replicas)
 
 
-def _poll(children: list[Child], stop: threading.Event, done: Callable[[], bool]) -> None:
+def _poll(children: list[Child], waiting: Waiting, stop: threading.Event, done: Callable[[], bool]) -> None:
+    coordinator = children[-1]
     while not (stop.is_set() or done()):
         for child in children:
             if not child.is_alive:
                 raise ChildFailed(_reason(child))
+            # Other systems may share the registry: what it refuses of theirs keeps nobody from being ready.
+            for address in coordinator.refusals.keys() & set(child.arguments):
+                raise ChildFailed(coordinator.refusals[address])
+        waiting.show(", ".join(f"{child.name}: {child.stage}" for child in children))
         stop.wait(_POLL_S)
 
 
@@ -196,11 +278,3 @@ def _stop(children: list[Child]) -> None:
         child.ask_to_stop()
     for child in reversed(children):
         child.stop()
-
-
-def _spinner(text: str) -> contextlib.AbstractContextManager[Any]:
-    if not sys.stderr.isatty():
-        return contextlib.nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"{text} …")

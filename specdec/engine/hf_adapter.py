@@ -23,6 +23,7 @@ from specdec.engine.attention import ATTENTION_NAME, register_attention
 from specdec.engine.base import ModelShape, Worker
 from specdec.engine.captured import capture_steps, wants_capture
 from specdec.engine.compiled import AUTO, NATIVE, CompileOptions, GraphSource, forward_pass, require_backend
+from specdec.engine.device_memory import DeviceMemory, kv_pool_bytes
 from specdec.engine.int8_projection import Int8Projection
 from specdec.engine.kv_cache import KvCache, block_bytes
 from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
@@ -43,10 +44,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _CPU_SESSIONS = 64
 _CPU_SESSION_TOKENS = 2048
 _CPU_POOL_BYTES = 1 << 30
-# What a CUDA pool takes of the memory that is free once the weights are loaded: captured steps keep their working
-# memory for good.
-_CUDA_FREE_SHARE = 0.9
-_CUDA_FREE_SHARE_CAPTURED = 0.8
+# What a CUDA pool takes of the memory that is left to it once the weights are loaded: captured steps keep their
+# working memory for good.
+_CUDA_KV_SHARE = 0.9
+_CUDA_KV_SHARE_CAPTURED = 0.8
 
 
 def load_worker(
@@ -55,6 +56,7 @@ def load_worker(
     device: str,
     dtype: str,
     kv_cache_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
     num_kv_blocks: int | None = None,
     num_threads: int | None = None,
     compiling: CompileOptions | None = None,
@@ -67,12 +69,15 @@ def load_worker(
         dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere;
             `int8` rounds the weights of the layers' products (CPU only), all else being float32.
         kv_cache_bytes: bytes of the KV pool.
+        gpu_memory_utilization: share of a CUDA device's whole memory for weights, KV pool and working memory together,
+            where `kv_cache_bytes` is not given; None: nearly all that is free.
         num_kv_blocks: blocks of the KV pool, instead.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
         compiling: what is compiled or captured, here and now; None: the native kernels where they compute the model.
 
     Raises:
-        InvalidRequest: no such checkpoint, device, dtype or compile backend, or no room for a single block.
+        InvalidRequest: no such checkpoint, device, dtype or compile backend, no room for a single block, or not the
+            share of the device's memory that is asked for.
         Unsupported: not a decoder-only model, attention that cannot be replaced, int8 elsewhere than on a CPU, or a
             backend that cannot compile or capture it.
     """
@@ -86,13 +91,17 @@ def load_worker(
         torch.set_num_threads(num_threads)
     config = _load_config(model, directory)
     token_to_id = load_vocabulary(directory)
+    _log.info("loading weights of %s to %s", model, torch_device)
     loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
     layers = probe_layers(loaded)
     loaded.set_attn_implementation(ATTENTION_NAME)
     torch_dtype, shapes = loaded.dtype, [layer.shape for layer in layers]
     context = _model_context(loaded.config)
-    share = _CUDA_FREE_SHARE_CAPTURED if is_captured else _CUDA_FREE_SHARE
-    blocks = _pool_blocks(block_bytes(shapes, torch_dtype), context, torch_device, share, kv_cache_bytes, num_kv_blocks)
+    if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
+        kv_share = _CUDA_KV_SHARE_CAPTURED if is_captured else _CUDA_KV_SHARE
+        memory = DeviceMemory.of(torch_device)
+        kv_cache_bytes = kv_pool_bytes(memory, utilization=gpu_memory_utilization, kv_share=kv_share)
+    blocks = _pool_blocks(block_bytes(shapes, torch_dtype), context, kv_cache_bytes, num_kv_blocks)
     shape = ModelShape(
         vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
         max_context_tokens=min(context, blocks * BLOCK_TOKENS),
@@ -255,20 +264,11 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def _pool_blocks(
-    bytes_per_block: int,
-    context: int,
-    device: torch.device,
-    cuda_share: float,
-    kv_cache_bytes: int | None,
-    num_kv_blocks: int | None,
-) -> int:
+def _pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None) -> int:
     if num_kv_blocks is not None:
         blocks = num_kv_blocks
     elif kv_cache_bytes is not None:
         blocks = kv_cache_bytes // bytes_per_block
-    elif device.type == "cuda":
-        blocks = int(torch.cuda.mem_get_info(device)[0] * cuda_share) // bytes_per_block
     else:
         wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
         # A model so wide that the cap holds no whole context still gets one.

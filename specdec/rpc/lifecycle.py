@@ -122,6 +122,7 @@ async def run_replica(
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
         ending.push_async_callback(server.stop, 0.0)
+        _log.info("warming up")
         await engine.warm_up()
         address = advertised_address(settings.advertise, settings.listen, server.port)
         await server.set_serving()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -12,10 +13,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from specdec.cli import up
+from specdec.cli.__main__ import build_parser
+from specdec.client import Client
+from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
+from tests.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECDEC = [sys.executable, "-m", "specdec.cli"]
@@ -36,6 +44,11 @@ def start_up(*flags: str) -> tuple[subprocess.Popen[str], str]:
         up.kill()
         pytest.fail(f"up printed {line!r}; stderr: {up.communicate()[1]}")
     return up, found[1]
+
+
+def complaints(stderr: str) -> str:
+    """What `up` wrote to stderr but for what it says while it waits, which it does where the machine is slow."""
+    return re.sub(r"^starting \(\d+ s\): .*\n", "", stderr, flags=re.MULTILINE)
 
 
 def children_of(process: subprocess.Popen[str]) -> list[int]:
@@ -61,7 +74,8 @@ def endpoint() -> Iterator[str]:
     up.send_signal(signal.SIGTERM)
     assert up.wait(60) == 0
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
-    assert up.communicate() == ("", "")
+    stdout, stderr = up.communicate()
+    assert (stdout, complaints(stderr)) == ("", "")
 
 
 def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -231,8 +245,122 @@ def test_up_that_cannot_start_says_why_in_one_line_and_leaves_nothing(
         result = specdec("up", *flags)
     assert result.returncode == 1
     assert result.stdout == ""
-    assert re.fullmatch(r"error: [A-Z_]+ [A-Z_]+: .+\n", result.stderr), result.stderr
+    assert re.fullmatch(r"error: [A-Z_]+ [A-Z_]+: .+\n", complaints(result.stderr)), result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def misfits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft of different tokenizers."""
+    sizes = {"target": 256, "draft": 200}
+    target, draft = (
+        build_tiny_model("llama", tmp_path_factory.mktemp(name), vocabulary_size=size, num_layers=1)
+        for name, size in sizes.items()
+    )
+    return target, draft
+
+
+def own_children() -> list[str]:
+    """Processes that this thread started and that are still there."""
+    return Path("/proc/thread-self/children").read_text().split()
+
+
+def fingerprints(models: tuple[Path, Path]) -> list[str]:
+    return [vocabulary_fingerprint(load_vocabulary(model)) for model in models]
+
+
+def test_up_with_two_tokenizers_says_so_before_anything_is_loaded(misfits: tuple[Path, Path]) -> None:
+    target, draft = map(str, misfits)
+    result = specdec("up", "--listen", "127.0.0.1:0", "--target", target, "--draft", draft)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = complaints(result.stderr).splitlines()
+    assert line.startswith("error: FAILED_PRECONDITION VOCABULARY_MISMATCH: draft model ")
+    assert all(fingerprint in line for fingerprint in fingerprints(misfits))
+
+
+def test_up_ends_when_its_coordinator_refuses_a_replica(
+    misfits: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A draft that got another tokenizer after the look at the files: the look is left out here.
+    before = own_children()
+    monkeypatch.setattr(up, "require_same_vocabulary", lambda target, draft: None)
+    args = ["up", "--listen", "127.0.0.1:0", "--target", str(misfits[0]), "--draft", str(misfits[1])]
+    with pytest.raises(up.ChildFailed) as caught:
+        up.run(build_parser(ENVIRON).parse_args(args), ENVIRON, threading.Event())
+    assert str(caught.value).startswith("FAILED_PRECONDITION VOCABULARY_MISMATCH: refused: draft replica ")
+    assert all(fingerprint in str(caught.value) for fingerprint in fingerprints(misfits))
+    assert own_children() == before
+    assert "[coordinator] refused: draft replica " in capsys.readouterr().err
+
+
+def test_memory_is_given_to_each_role_of_up() -> None:
+    num_blocks = 8
+    block_bytes = 16 * 6 * 4 * (32 + 32) * 4  # tokens, layers, KV heads, keys and values, float32: of the demo's target
+    flags = ["--kv-cache-bytes-target", str(num_blocks * block_bytes), "--gpu-memory-utilization-draft", "0.25"]
+    started, endpoint = start_up("--replicas-draft", "2", *flags, "--dtype", "float32")
+    with Client(endpoint) as client:
+        assert client.info().max_context_tokens == num_blocks * 16
+    shares = []
+    for pid in children_of(started):
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        shares += [word for word in variables if "GPU_MEMORY_UTILIZATION" in word]
+        shares += [share for flag, share in itertools.pairwise(words) if flag == "--gpu-memory-utilization"]
+    assert [share for share in shares if "TARGET" in share] == ["SPECDEC_TARGET__GPU_MEMORY_UTILIZATION=0.6"]
+    assert shares.count("0.125") == 2
+    started.send_signal(signal.SIGTERM)
+    started.communicate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--gpu-memory-utilization-target", "0.8"],
+            "target 0.8 and --gpu-memory-utilization-draft 0.3 are more than 1",
+        ),
+        (["--gpu-memory-utilization-draft", "0"], "--gpu-memory-utilization-draft must be above 0 and at most 1"),
+        (["--gpu-memory-utilization-target", "nan"], "--gpu-memory-utilization-target must be above 0 and at most 1"),
+        (["--kv-cache-bytes-draft", "0"], "--kv-cache-bytes-draft must be at least 1"),
+    ],
+)
+def test_shares_of_memory_that_make_no_sense_are_refused_by_flag(flags: list[str], words: str) -> None:
+    result = specdec("up", *flags)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: ")
+    assert words in result.stderr
+
+
+def test_up_that_takes_long_says_what_it_waits_for() -> None:
+    up = subprocess.Popen([*SPECDEC, "up", "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True, env=ENVIRON)
+    while len(children := children_of(up)) < 3:
+        assert up.poll() is None
+    os.kill(children[0], signal.SIGSTOP)
+    try:
+        assert up.stderr is not None
+        line = up.stderr.readline()
+        assert re.fullmatch(r"starting \(\d+ s\): target-0: \S.*, draft-0: \S.*, coordinator: \S.*\n", line)
+    finally:
+        os.kill(children[0], signal.SIGCONT)
+        up.send_signal(signal.SIGTERM)
+        up.communicate()
+    assert up.returncode == 0
+
+
+def test_up_starts_in_a_folder_that_has_one_of_our_name(tmp_path: Path) -> None:
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec" / "__init__.py").touch()
+    script = f"import sys; sys.path[0] = {str(ROOT)!r}; from specdec.cli.__main__ import main; main()"
+    command = [sys.executable, "-c", script, "up", "--listen", "127.0.0.1:0"]
+    environ = {name: value for name, value in ENVIRON.items() if name != "PYTHONPATH"}
+    started = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    started.send_signal(signal.SIGTERM)
+    _, stderr = started.communicate()
+    assert line.startswith("ready grpc="), stderr
 
 
 def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str) -> None:

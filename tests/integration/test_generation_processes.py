@@ -81,6 +81,25 @@ def test_a_draft_with_another_vocabulary_ends_the_coordinator_with_both_fingerpr
     assert "Traceback" not in str(caught.value)
 
 
+def test_a_draft_redeployed_with_another_vocabulary_is_left_out_and_the_coordinator_goes_on(
+    models: tuple[Path, Path], reference: list[int], tmp_path: Path
+) -> None:
+    other = build_tiny_model("llama", tmp_path / "other", vocabulary_size=200, num_layers=1)
+    with Stack(*models) as stack:
+        draft, coordinator = stack.parts["draft"], stack.parts["coordinator"]
+        assert run(stub_of(stack.endpoint), ask()).finished.stats.num_draft_tokens > 0
+        stack.kill("draft")
+        draft.arguments = [str(other) if word == str(models[1]) else word for word in draft.arguments]
+        stack.restart("draft")
+        while '"refused: draft replica' not in coordinator.log:
+            assert coordinator.is_alive, coordinator.log
+        output = run(stub_of(stack.endpoint), ask())
+        assert output.token_ids == reference[:NUM_TOKENS]
+        assert output.finished.stats.num_draft_tokens == 0
+        assert coordinator.log.count("refused: ") == 1
+        assert stack.terminate("coordinator") == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [

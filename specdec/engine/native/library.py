@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import platform
 import tempfile
 from pathlib import Path
@@ -19,6 +20,8 @@ from specdec.engine import kept_files
 from specdec.engine.native.compiler import compile_library, compiler_version, find_compiler, source_digest
 from specdec.engine.native.prebuilt import prebuilt_libraries
 from specdec.errors import Unsupported
+
+_log = logging.getLogger(__name__)
 
 _ARCHITECTURE = ("-march=native",)
 
@@ -51,6 +54,7 @@ def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
         return library
     with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
         built = Path(temporary) / name
+        _log.info("compiling native kernels with %s", compiler)
         compile_library(compiler, _ARCHITECTURE, built)
         if kept is not None:
             with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import specdec
 from specdec.cli.processes import Child, free_ports
 
 
@@ -97,6 +99,60 @@ def test_after_the_start_lines_are_relayed_with_the_childs_name_and_info_records
         "[coordinator] plain words",
         "[coordinator] [1]",
     ]
+
+
+def write_records(directory: Path, *records: Mapping[str, str]) -> str:
+    lines = "\n".join(json.dumps(record) for record in records)
+    return write_module(directory, f"print({lines!r})")
+
+
+def test_warnings_are_told_while_it_starts_and_the_last_record_is_its_stage(
+    tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        {"level": "info", "message": "loading /m"},
+        {"level": "warning", "message": "slower without\nnative kernels"},
+        {"level": "info", "message": "warming up"},
+    ]
+    child = Child("target-0", write_records(tmp_path, *records), [], environ)
+    wait_for_end(child)
+    assert child.last_words() == "exit code 0"
+    assert child.stage == "warming up"
+    assert capsys.readouterr().err == "[target-0] slower without native kernels\n"
+    child.stop()
+
+
+def test_an_error_record_is_told_and_is_the_last_word(
+    tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"level": "error", "message": "the device is gone"}, {"level": "info", "message": "stopped"}]
+    child = Child("target-0", write_records(tmp_path, *records), [], environ)
+    wait_for_end(child)
+    assert child.last_words() == "the device is gone"
+    assert capsys.readouterr().err == "[target-0] the device is gone\n"
+    child.stop()
+
+
+def test_a_refused_replica_is_kept_by_its_address(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    words = {"message": "refused: x", "refused": "h:1", "code": "FAILED_PRECONDITION", "reason": "VOCABULARY_MISMATCH"}
+    child = Child("coordinator", write_records(tmp_path, {"level": "error", **words}), [], environ)
+    wait_for_end(child)
+    child.stop()
+    assert child.refusals == {"h:1": "FAILED_PRECONDITION VOCABULARY_MISMATCH: refused: x"}
+
+
+def test_a_child_imports_what_we_are_whatever_lies_in_the_current_folder(
+    tmp_path: Path, environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_module(tmp_path, "import specdec\nprint(specdec.__version__, specdec.__file__)")
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "specdec").mkdir(parents=True)
+    (elsewhere / "specdec" / "__init__.py").touch()
+    monkeypatch.chdir(elsewhere)
+    child = Child("x", module, [], environ)
+    wait_for_end(child)
+    assert child.last_words() == f"{specdec.__version__} {specdec.__file__}"
+    child.stop()
 
 
 def test_stop_ends_a_running_child_and_may_be_called_twice(tmp_path: Path, environ: Mapping[str, str]) -> None:

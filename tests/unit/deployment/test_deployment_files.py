@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".sh", ".cfg", ".ini", ".proto"}
 SERVICES = {"draft": "draft_service", "target": "target_service", "coordinator": "coordinator"}
 
 
@@ -107,6 +108,34 @@ def test_an_image_listens_where_its_health_check_asks(name: str) -> None:
     assert len(ports) == 3
     assert len({port for found in ports for port in found if port}) == 1
     assert "\nUSER " in dockerfile
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_an_image_leaves_the_package_index_to_pip(name: str) -> None:
+    _, *stages = re.split(r"^FROM ", (ROOT / SERVICES[name] / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert len(stages) == 2
+    for stage in stages:
+        before, _, _ = stage.partition("pip ")
+        for variable in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+            assert f"\nARG {variable}\n" in before, "pip reads it, and it has no default"
+        assert "://" not in stage
+        assert not re.search(r"--(extra-)?index-url|--find-links|--trusted-host", stage)
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert compose["services"][name]["build"]["args"] == ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"]
+
+
+def test_no_file_names_the_host_of_a_package_index() -> None:
+    hosts = re.compile(r"pypi\.(org|python)|pythonhosted\.org|download\.pytorch\.org|index-url[= ]+[\"']?https?:")
+    ours = [
+        path
+        for path in ROOT.rglob("*")
+        if not any(part.startswith(".") or part == "site-packages" for part in path.relative_to(ROOT).parts)
+    ]
+    texts = [path for path in ours if path.suffix in TEXT_SUFFIXES or path.name in ("Dockerfile", "Makefile")]
+    texts += [ROOT / ".ci" / "run", ROOT / ".dockerignore"]
+    assert len(texts) > 200
+    naming = [path for path in texts if hosts.search(path.read_text(errors="replace")) and "results" not in path.parts]
+    assert [str(path.relative_to(ROOT)) for path in naming] == []
 
 
 @pytest.mark.parametrize("name", ["draft", "target"])

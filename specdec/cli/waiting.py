@@ -1,0 +1,55 @@
+"""What a command shows while it waits: a spinner in a terminal, elsewhere a line every few seconds.
+
+Not here: what it waits for. Called by `up`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+#: Without a terminal, seconds between two lines, and before the first: a short wait is not worth one.
+LINE_INTERVAL_S = 5.0
+
+
+class Waiting:
+    """Shows, while the context is open, the text it was last given."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = self._last_line_s = clock()
+        self._status: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("starting …")
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Shows nothing any more. Idempotent."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def show(self, text: str) -> None:
+        """To be called often: says what is waited for now, and for how long it has been."""
+        now_s = self._clock()
+        line = f"starting ({now_s - self._began_s:.0f} s): {text}"
+        if self._status is not None:
+            from rich.text import Text
+
+            self._status.update(Text(line))  # a model's path is no markup
+        elif now_s - self._last_line_s >= LINE_INTERVAL_S:
+            self._last_line_s = now_s
+            print(line, file=sys.stderr, flush=True)
