@@ -252,7 +252,7 @@ class _Link(Generic[RequestT, ReplyT]):
 
     def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
         """The replies of a frame and their sizes. Raises DecodeError."""
-        check_num_fields(frame, self._frame_type.DESCRIPTOR)
+        check_num_fields(frame, self._frame_type)
         items = split_items(frame)
         if items is None:  # with fields that a later version has, or broken
             replies_ = self._replies_of(frame)
@@ -301,7 +301,7 @@ class _Link(Generic[RequestT, ReplyT]):
         call: Any = self._dial().unary_unary(f"{service}/{method}")
         try:
             answer = await call(request.SerializeToString(), timeout=self._call_timeout_s)
-            check_num_fields(answer, answer_type.DESCRIPTOR)
+            check_num_fields(answer, answer_type)
             return answer_type.FromString(answer)
         except grpc.aio.AioRpcError as error:
             raise status.from_rpc_error(error, peer=self.address) from error

@@ -19,8 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import Internal, InvalidRequest, SpecdecError
 from specdec.observability.logging import bind
@@ -99,7 +98,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             wrap = _wrap_coroutine
         else:
             return handler
-        read = _reader(handler.request_deserializer)
+        deserializer: Any = handler.request_deserializer
+        read = _reader(deserializer)
         if handler.request_streaming:  # what reading a message raises, the handler meets when it asks for the next
             return factory(wrap(behaviour, lambda messages: messages), read, handler.response_serializer)
         # gRPC would read the only message before it calls the handler, and make UNKNOWN of any error.
@@ -108,25 +108,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 def _reader(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """What reads a request, raising _Malformed."""
-    descriptor = _descriptor(deserializer)
+    message_type = _message_type(deserializer)
 
     def read(content: bytes) -> Any:
         try:
-            check_num_fields(content, descriptor)
+            check_num_fields(content, message_type)
             return deserializer(content)
         except DecodeError as error:
             reason = str(error)
         del content  # the error's traceback would keep it
-        raise _Malformed(f"the request is no {descriptor.full_name}: {reason}")
+        raise _Malformed(f"the request is no {message_type.DESCRIPTOR.full_name}: {reason}")
 
     return read
 
 
 @lru_cache(maxsize=256)
-def _descriptor(deserializer: Callable[[bytes], Any]) -> Descriptor:
-    """Of the message type that it reads."""
-    descriptor: Descriptor = deserializer(b"").DESCRIPTOR
-    return descriptor
+def _message_type(deserializer: Callable[[bytes], Any]) -> type[Message]:
+    """Of what it reads."""
+    return type(deserializer(b""))
 
 
 def _wrap_coroutine(
