@@ -94,3 +94,18 @@ async def test_who_joins_late_gets_from_the_log_what_is_not_kept_any_more() -> N
         assert resumed.chunks[0].index == 5
         assert resumed.token_ids == whole.token_ids[5:]
         assert joined.finished.reason == whole.finished.reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_streams_of_one_connection_that_nobody_reads_are_cut_off_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
+        streams = [stub.Generate(request(session_id=f"s{index}", **LARGE)) for index in range(3)]
+        outputs = [Output() for _ in streams]
+        await eventually(lambda: coordinator.generations.num_running == len(streams))
+        await eventually(lambda: not coordinator.generations.num_running)
+        for stream, output in zip(streams, outputs, strict=True):
+            assert (await read_to_the_cut(stream, output)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        output = await coordinator.generate(request(None, session_id="s2", resume_from=len(outputs[2].token_ids)))
+        assert outputs[2].token_ids + output.token_ids == rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
