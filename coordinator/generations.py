@@ -26,6 +26,7 @@ from coordinator.pool import ReplicaPools
 from coordinator.prompt import encode_prompt, resolve_sampling
 from coordinator.recovery import LoggedRequest, check_held, read_logged_request, record_of
 from coordinator.requests import (
+    Chunk,
     Finished,
     GenerationIdentity,
     GenerationRequest,
@@ -33,7 +34,8 @@ from coordinator.requests import (
     RequestParameters,
 )
 from coordinator.round import RoundRunner, RoundSetting
-from coordinator.session import Generation, GenerationParts, OutputStream, Subscription
+from coordinator.session import Generation, GenerationParts
+from coordinator.stream import OutputStream, Subscription
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.tokens import SessionTokens
 from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
@@ -128,7 +130,7 @@ class Generations:
             if running is not None and (running.is_cancelled or running.stream.is_over):
                 await asyncio.wait([running.task])
             elif running is not None:
-                return self._join(running, request)
+                return await self._join(running, request)
             self._check_admission()
             self._num_admitting += 1
             self._metrics.request_waiting(+1)
@@ -180,15 +182,18 @@ class Generations:
         if len(self._running) + self._num_admitting >= self._settings.max_running:
             raise ResourceExhausted(f"at most {self._settings.max_running} requests run at once")
 
-    def _join(self, running: Generation, request: GenerationRequest) -> Subscription:
-        """Another reader for a running request."""
+    async def _join(self, running: Generation, request: GenerationRequest) -> Subscription:
+        """Another reader for a running request. What the stream does not keep any more comes from the log."""
         identity = running.stream.identity
         if not _is_about(request, running):
             raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
         _check_same_request(request, identity.request_id, identity.digest)
         num_held = request.resume_from or 0
         check_held(num_held, running.stream.num_tokens)
-        return running.subscribe(num_held)
+        if num_held >= running.stream.num_dropped_tokens:
+            return running.subscribe(num_held)
+        output = (await self._read_log(identity.session_id)).output
+        return running.subscribe(num_held, Chunk(0, output.token_ids, output.texts, None))
 
     async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
         record = await self._store.load(request.session_id)

@@ -51,6 +51,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             async with aclosing(subscription.events()) as events:
                 async for event in events:
                     await context.write(_encode_event(event, with_details=with_details))
+        except asyncio.CancelledError:
+            if subscription.behind is None or (task := asyncio.current_task()) is None:
+                raise
+            task.uncancel()
+            raise subscription.behind from None
         finally:
             subscription.close()
 

@@ -1,18 +1,19 @@
-"""One generation: rounds, commits, a stream that any number of subscribers read.
+"""One generation: rounds, commits, and publishing to a stream that any number of subscribers read.
 
     admitted --> running --round, commit, publish--> ... --> finished
                     |-- error: subscribers get it; what was committed stays and can be resumed
                     `-- last subscriber gone, drain or deletion: cancelled; the same
 
 A token is published only after its commit. The commit of a round runs beside the next round, which shows nothing
-before it is done. Not here: admission and resumption (`generations`), a round (`round`), text (`output`).
+before it is done. Not here: admission and resumption (`generations`), a round (`round`), text (`output`),
+readers (`stream`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,9 @@ from coordinator.commits import CommitQueue
 from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import SessionReplicas
 from coordinator.recovery import encode_stats
-from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, Provenance, Started
+from coordinator.requests import Chunk, Finished, GenerationIdentity, Provenance
 from coordinator.round import RoundOutcome, RoundRunner
+from coordinator.stream import OutputStream, Subscription
 from coordinator.tokens import SessionTokens
 from specdec.errors import Internal, LeaseLost, SessionLost, SpecdecError, Unavailable
 from specdec.observability.logging import bind
@@ -42,101 +44,6 @@ def _call_once_sent(callback: Callable[[], None]) -> None:
     """Calls back when what is asked of a link in this turn of the event loop has been written, in the next."""
     event_loop = asyncio.get_running_loop()
     event_loop.call_soon(event_loop.call_soon, callback)
-
-
-class OutputStream:
-    """The published output of one request. Readers come and go; none of them slows the others."""
-
-    def __init__(self, identity: GenerationIdentity) -> None:
-        self.identity = identity
-        self.num_tokens = 0
-        self._chunks: list[Chunk] = []
-        self._finished: Finished | None = None
-        self._error: SpecdecError | None = None
-        self._readers: list[asyncio.Future[None]] = []
-        """Those that have read everything."""
-
-    @property
-    def is_over(self) -> bool:
-        return self._finished is not None or self._error is not None
-
-    def publish(self, step: OutputStep, provenance: Provenance | None = None) -> None:
-        """Adds one chunk; `provenance` is of tokens that do not come from the log."""
-        if step.token_ids:
-            chunk = Chunk(self.num_tokens, step.token_ids, step.texts, provenance)
-            self._chunks.append(chunk)
-            self.num_tokens = chunk.end
-        self._tell()
-
-    def finish(self, finished: Finished) -> None:
-        self._finished = finished
-        self._tell()
-
-    def fail(self, error: SpecdecError) -> None:
-        """Ends the stream for every reader with an error. A stream that is over stays as it is."""
-        if not self.is_over:
-            self._error = error
-            self._tell()
-
-    async def read(self, start: int) -> AsyncGenerator[Event, None]:
-        """Events from output token `start` on, up to the end.
-
-        Raises:
-            SpecdecError: what ended the generation early, after everything that was published before.
-        """
-        identity = self.identity
-        yield Started(
-            identity.session_id, identity.request_id, identity.output_start, identity.parameters.sampling.seed
-        )
-        position, chunk_index = start, 0
-        while True:
-            while chunk_index < len(self._chunks):
-                chunk = self._chunks[chunk_index]
-                chunk_index += 1
-                if chunk.end > position:
-                    yield chunk.since(position)
-                    position = chunk.end
-            if self._error is not None:
-                raise self._error
-            if self._finished is not None:
-                yield self._finished
-                return
-            await self._next_news()
-
-    def _next_news(self) -> asyncio.Future[None]:
-        """Done at the next `_tell`."""
-        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._readers.append(news)
-        return news
-
-    def _tell(self) -> None:
-        readers, self._readers = self._readers, []
-        for news in readers:
-            if not news.done():
-                news.set_result(None)
-
-
-class Subscription:
-    """One reader of a generation. Close it: the last reader's going away cancels the generation."""
-
-    def __init__(self, stream: OutputStream, start: int, on_close: Callable[[], None]) -> None:
-        self._stream = stream
-        self._start = start
-        self._on_close: Callable[[], None] | None = on_close
-
-    @property
-    def identity(self) -> GenerationIdentity:
-        return self._stream.identity
-
-    def events(self) -> AsyncGenerator[Event, None]:
-        """Started, then chunks, then Finished. Raises as `OutputStream.read`."""
-        return self._stream.read(self._start)
-
-    def close(self) -> None:
-        """Idempotent."""
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
 
 
 @dataclass(slots=True)
@@ -177,9 +84,10 @@ class Generation:
     def is_cancelled(self) -> bool:
         return self._cancel_reason is not None
 
-    def subscribe(self, start: int) -> Subscription:
+    def subscribe(self, start: int, replayed: Chunk | None = None) -> Subscription:
+        """See `Subscription`."""
         self._num_readers += 1
-        return Subscription(self.stream, start, self._drop_reader)
+        return Subscription(self.stream, start, self._drop_reader, replayed)
 
     def cancel(self, reason: SpecdecError) -> None:
         """Stops after what is committed; readers get `reason`. Await `task` to see everything released.

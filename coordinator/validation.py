@@ -161,10 +161,10 @@ def _num_logprobs(params: coordinator_pb2.SamplingParams) -> int | None:
     return params.logprobs
 
 
-def _stop(stop: Iterable[str]) -> tuple[str, ...]:
+def _stop(stop: Collection[str]) -> tuple[str, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise _invalid("sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
     strings = tuple(stop)
-    if len(strings) > MAX_STOP_STRINGS:
-        raise _invalid("sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
     for string in strings:
         if not string:
             raise _invalid("sampling.stop", "must not hold an empty string")
@@ -189,6 +189,11 @@ def _law(params: coordinator_pb2.SamplingParams, limits: ServingLimits) -> LawPa
     repetition_penalty = _number(params, "repetition_penalty", 1.0)
     if repetition_penalty <= 0:
         raise _invalid("sampling.repetition_penalty", f"must be above 0, got {repetition_penalty:g}")
+    if len(params.logit_bias) > limits.vocabulary_size:  # counted before it is gone through
+        raise _invalid(
+            "sampling.logit_bias",
+            f"must hold at most as many ids as the vocabulary, {limits.vocabulary_size}, got {len(params.logit_bias)}",
+        )
     _check_token_ids("sampling.logit_bias", params.logit_bias, limits)
     for token_id, bias in params.logit_bias.items():
         if not math.isfinite(bias):

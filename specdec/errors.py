@@ -69,6 +69,7 @@ class SessionBusy(SpecdecError):
 
     code = "FAILED_PRECONDITION"
     default_reason = "SESSION_BUSY"
+    default_retry_after_s = 0.1
 
 
 class VocabularyMismatch(SpecdecError):
@@ -112,7 +113,7 @@ class LeaseLost(SpecdecError):
 
 
 class ResourceExhausted(SpecdecError):
-    """A queue, the KV pool or a quota is full."""
+    """A queue (a stream's, of tokens that its reader has not read, too), the KV pool or a quota is full."""
 
     code = "RESOURCE_EXHAUSTED"
     default_reason = "QUEUE_FULL"

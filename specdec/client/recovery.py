@@ -8,7 +8,7 @@ from typing import Any
 
 import tenacity
 
-from specdec.errors import LeaseLost, SessionBusy, SpecdecError, StaleEpoch, Unavailable
+from specdec.errors import LeaseLost, ResourceExhausted, SessionBusy, SpecdecError, StaleEpoch, Unavailable
 
 #: The channel's own backoff (up to two minutes by default) must not outlast ours.
 CHANNEL_OPTIONS = (
@@ -38,6 +38,7 @@ class Recovery:
     def __init__(self, budgets: Budgets) -> None:
         self._budgets = budgets
         self._answered = False
+        self._has_news = False
         self._broken_since: float | None = None
         self._backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
 
@@ -48,6 +49,7 @@ class Recovery:
         """
         self._answered = True
         if with_news:
+            self._has_news = True
             self._broken_since = None
 
     def tenacity_options(self) -> dict[str, Any]:
@@ -60,18 +62,23 @@ class Recovery:
         }
 
     def _worth_retrying(self, error: BaseException) -> bool:
-        if isinstance(error, Unavailable | LeaseLost | StaleEpoch):
+        """Whether it passes by itself. Asking again is safe: under the same request id, what was begun is joined."""
+        # A busy session may be our own earlier attempt's, whose lease has yet to expire.
+        if isinstance(error, Unavailable | LeaseLost | StaleEpoch | SessionBusy | ResourceExhausted):
             if self._broken_since is None:
                 self._broken_since = time.monotonic()
             return True
-        # After an interruption a busy session is our own earlier attempt, whose lease has yet to expire.
-        return isinstance(error, SessionBusy) and self._broken_since is not None
+        return False
 
     def _exhausted(self, state: tenacity.RetryCallState) -> bool:
         if self._broken_since is None:
             return False
-        budget_s = self._budgets.resume_s if self._answered else self._budgets.connect_s
-        return time.monotonic() - self._broken_since >= budget_s
+        error = state.outcome.exception() if state.outcome else None
+        # What has no room for a request may never have: an output under way is worth a longer wait than a beginning.
+        has_begun = self._has_news if isinstance(error, ResourceExhausted) else self._answered
+        budget_s = self._budgets.resume_s if has_begun else self._budgets.connect_s
+        # Rather now than after a wait that would outlast the budget.
+        return time.monotonic() + state.upcoming_sleep - self._broken_since >= budget_s
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None

@@ -42,12 +42,14 @@ def decode_supports(messages: Sequence[draft_pb2.Supports], num_supports: Sequen
     Raises:
         ValueError: one of them holds another number, or ids that do not ascend.
     """
+    # Counted before they are copied: millions of sizes take half a second.
+    for message, expected in zip(messages, num_supports, strict=True):
+        if len(message.sizes) != expected:
+            raise ValueError(f"{len(message.sizes)} supports where {expected} are expected")
     sizes_of = [message.sizes[:] for message in messages]
     counts = [sum(sizes) for sizes in sizes_of]
     sizes: list[int] = [size for sizes in sizes_of for size in sizes]
-    for message, own, count, expected in zip(messages, sizes_of, counts, num_supports, strict=True):
-        if len(own) != expected:
-            raise ValueError(f"{len(own)} supports where {expected} are expected")
+    for message, own, count in zip(messages, sizes_of, counts, strict=True):
         if count != len(message.id_deltas) or 0 in own:
             raise ValueError(f"sizes {own} do not add up to {len(message.id_deltas)} ids, or one of them is 0")
     if not sizes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -21,9 +20,11 @@ from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import Internal, InvalidRequest, Unavailable
 from specdec.rpc import codec, replies, status
-from specdec.rpc.framing import join_items, split_items
+from specdec.rpc.bounds import check_num_fields
+from specdec.rpc.calls import OpenCalls, PendingCall, StrayAnswer, WireCount
+from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items, split_items
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
-from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
@@ -33,8 +34,6 @@ FRAME_BYTES = 1 << 20
 
 #: Tag and length of an item in its frame.
 _FRAME_OVERHEAD_BYTES = 16
-
-_CALL_ID_MODULUS = 1 << 32
 
 _CHANNEL_OPTIONS = (
     # A peer that vanished without a FIN is noticed within 10 s; only a machine stalled for 5 s is taken for one.
@@ -52,21 +51,9 @@ _CHANNEL_OPTIONS = (
 )
 
 
-@dataclass(slots=True)
-class WireCount:
-    """What calls cost on the wire, whatever became of them."""
-
-    num_bytes: int = 0
-    """Serialised request items sent and reply items received."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    request: Any
-    item: bytes
-    """The request, encoded."""
-    wire: WireCount
-    answer: asyncio.Future[Any]
+def _check_num_items(count: int) -> None:
+    if count > MAX_FRAME_ITEMS:
+        raise DecodeError(f"{count} items; the limit is {MAX_FRAME_ITEMS}")
 
 
 def _expire(answer: asyncio.Future[Any]) -> None:
@@ -96,23 +83,19 @@ class _Stream:
         self._decode = decode
         self._address = address
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[int, _Pending] = {}
-        self._outbox: deque[_Pending] = deque()
+        self._calls = OpenCalls()
+        self._outbox: deque[PendingCall] = deque()
         self._wake = asyncio.Event()
-        self._next_call_id = 0
         self.closed = False
         self._task = asyncio.create_task(self._run(), name=f"link {address}")
 
     def next_call_id(self) -> int:
-        while True:
-            self._next_call_id = (self._next_call_id + 1) % _CALL_ID_MODULUS
-            if self._next_call_id not in self._pending:
-                return self._next_call_id
+        return self._calls.next_id()
 
     async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, deadline_s: float | None) -> Any:
         """Sends one item; returns its decoded reply. `deadline_s` is of the loop's clock; raises TimeoutError at it."""
-        pending = _Pending(request, item, wire, self._loop.create_future())
-        self._pending[call_id] = pending
+        pending = PendingCall(request, item, wire, self._loop.create_future())
+        self._calls.add(call_id, pending)
         self._outbox.append(pending)
         self._wake.set()
         timer = None if deadline_s is None else self._loop.call_at(deadline_s, _expire, pending.answer)
@@ -121,8 +104,9 @@ class _Stream:
         finally:
             if timer is not None:
                 timer.cancel()
-            # A cancelled call is forgotten: unsent, it never leaves; sent, its reply is dropped on arrival.
-            self._pending.pop(call_id, None)
+            self._calls.forget(call_id)
+            if self._calls.owes_too_many:
+                self._end(f"{self._address}: the replica leaves calls unanswered")
 
     async def close(self) -> None:
         """Fails what is pending. Idempotent."""
@@ -142,10 +126,7 @@ class _Stream:
     def _end(self, reason: str) -> None:
         self.closed = True
         self._call.cancel()
-        for pending in self._pending.values():
-            if not pending.answer.done():
-                pending.answer.set_exception(Unavailable(reason))
-        self._pending.clear()
+        self._calls.fail_all(reason)
         self._outbox.clear()
 
     async def _read(self) -> str:
@@ -157,15 +138,26 @@ class _Stream:
             return status.from_rpc_error(error, peer=self._address).message
         except DecodeError as error:
             return f"{self._address}: the replica sent what is no frame: {error}"
+        except StrayAnswer as error:
+            return f"{self._address}: the replica {error}"
         return f"{self._address}: the replica closed the stream"
 
     def _deliver(self, frame: bytes) -> None:
-        """Decodes the replies of a frame together and tells each caller its own."""
+        """Decodes the replies of a frame together and tells each caller its own.
+
+        Raises:
+            StrayAnswer: once they are told. Whoever it was meant for would wait in vain, call after call.
+        """
         items: list[Any] = []
-        waiting: list[_Pending] = []
+        waiting: list[PendingCall] = []
+        stray: StrayAnswer | None = None
         for item, num_bytes in self._items_of(frame):
-            pending = self._pending.get(item.call_id)
-            if pending is None or pending.answer.done():
+            try:
+                pending = self._calls.take(item.call_id)
+            except StrayAnswer as error:
+                stray = error
+                continue
+            if pending is None:
                 continue
             pending.wire.num_bytes += num_bytes
             if item.HasField("status") and item.status.code:
@@ -175,12 +167,12 @@ class _Stream:
                 waiting.append(pending)
         answers = self._decode(items, [pending.request for pending in waiting])
         for pending, answer in zip(waiting, answers, strict=True):
-            if pending.answer.done():
-                continue  # the replica answered it twice
             if isinstance(answer, Internal):
                 pending.answer.set_exception(Internal(f"{self._address}: {answer.message}"))
             else:
                 pending.answer.set_result(answer)
+        if stray is not None:
+            raise stray
 
     async def _write(self) -> None:
         try:
@@ -197,9 +189,14 @@ class _Stream:
     def _take(self) -> list[bytes]:
         items: list[bytes] = []
         size = 0
-        while self._outbox and (not items or size + len(self._outbox[0].item) <= FRAME_BYTES):
+        while (
+            self._outbox
+            and len(items) < MAX_FRAME_ITEMS
+            and (not items or size + len(self._outbox[0].item) <= FRAME_BYTES)
+        ):
             pending = self._outbox.popleft()
             if not pending.answer.done():
+                pending.is_sent = True
                 items.append(pending.item)
                 size += len(pending.item)
                 pending.wire.num_bytes += len(pending.item)
@@ -220,15 +217,15 @@ class _Link(Generic[RequestT, ReplyT]):
         self._max_message_bytes = max_message_bytes
         self._call_timeout_s = call_timeout_s
         self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
         self._stream: _Stream | None = None
         self._closed = False
 
     # What a subclass fills in.
-    _stub_type: Callable[[grpc.aio.Channel], Any]
     _stream_method: str
     """Full name of the call that frames travel on."""
     _reply_type: type[Message]
+    _frame_type: type[Message]
+    """Of replies."""
 
     def _replies_of(self, frame: bytes) -> Sequence[Any]:
         """As protobuf reads the frame message."""
@@ -255,9 +252,13 @@ class _Link(Generic[RequestT, ReplyT]):
 
     def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
         """The replies of a frame and their sizes. Raises DecodeError."""
+        check_num_fields(frame, self._frame_type)
         items = split_items(frame)
         if items is None:  # with fields that a later version has, or broken
-            return [(reply, reply.ByteSize()) for reply in self._replies_of(frame)]
+            replies_ = self._replies_of(frame)
+            _check_num_items(len(replies_))
+            return [(reply, reply.ByteSize()) for reply in replies_]
+        _check_num_items(len(items))
         return [(self._reply_type.FromString(item), len(item)) for item in items]
 
     def _open_stream(self) -> _Stream:
@@ -272,16 +273,17 @@ class _Link(Generic[RequestT, ReplyT]):
             raise Unavailable(f"{self.address}: the link is closed")
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
-            self._stub = type(self)._stub_type(self._channel)
         return self._channel
 
     async def info(self) -> EngineInfo:
         """Asks the replica what it is.
 
         Raises:
-            Unavailable: it cannot be reached, or does not answer in time.
+            Unavailable: it cannot be reached, does not answer in time, or answers what is no description.
         """
-        message = await self._unary("GetEngineInfo", common_pb2.GetEngineInfoRequest())
+        message = await self._unary("GetEngineInfo", common_pb2.GetEngineInfoRequest(), common_pb2.EngineInfo)
+        if len(message.eos_token_ids) > message.vocabulary_size:
+            raise Unavailable(f"{self.address}: the replica names more EOS tokens than its vocabulary has")
         return codec.decode_engine_info(message)
 
     async def release(self, session_ids: Sequence[str]) -> None:
@@ -290,14 +292,23 @@ class _Link(Generic[RequestT, ReplyT]):
         Raises:
             Unavailable: it cannot be reached, or does not answer in time.
         """
-        await self._unary("Release", common_pb2.ReleaseRequest(session_ids=session_ids))
+        request = common_pb2.ReleaseRequest(session_ids=session_ids)
+        await self._unary("Release", request, common_pb2.ReleaseResponse)
 
-    async def _unary(self, method: str, request: Any) -> Any:
-        self._dial()
+    async def _unary(self, method: str, request: Message, answer_type: type[Message]) -> Any:
+        service = self._stream_method.rpartition("/")[0]
+        # Without serializers: gRPC logs a traceback of what it cannot read, and answers None.
+        call: Any = self._dial().unary_unary(f"{service}/{method}")
         try:
-            return await getattr(self._stub, method)(request, timeout=self._call_timeout_s)
+            answer = await call(request.SerializeToString(), timeout=self._call_timeout_s)
+            check_num_fields(answer, answer_type)
+            return answer_type.FromString(answer)
         except grpc.aio.AioRpcError as error:
             raise status.from_rpc_error(error, peer=self.address) from error
+        except DecodeError as error:
+            raise Unavailable(
+                f"{self.address}: the replica answered {method} with what is no answer: {error}"
+            ) from error
 
     async def close(self) -> None:
         """Fails what is pending with Unavailable and hangs up. Idempotent; the link cannot be used afterwards."""
@@ -311,9 +322,9 @@ class _Link(Generic[RequestT, ReplyT]):
 class DraftLink(_Link[ProposeRequest, Proposal]):
     """The link to one draft replica."""
 
-    _stub_type = draft_pb2_grpc.DraftServiceStub
     _stream_method = "/specdec.v1.DraftService/Propose"
     _reply_type = draft_pb2.Proposal
+    _frame_type = draft_pb2.ProposalFrame
 
     async def propose(
         self, request: ProposeRequest, wire: WireCount | None = None, *, deadline_s: float | None = None
@@ -346,9 +357,9 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
 class TargetLink(_Link[VerifyRequest, Verification]):
     """The link to one target replica."""
 
-    _stub_type = target_pb2_grpc.TargetServiceStub
     _stream_method = "/specdec.v1.TargetService/Verify"
     _reply_type = target_pb2.Verification
+    _frame_type = target_pb2.VerificationFrame
 
     async def verify(self, request: VerifyRequest, wire: WireCount | None = None) -> Verification:
         """Asks for p at the draft's positions. Idempotent, counted, cancelled and failing as `DraftLink.propose`."""

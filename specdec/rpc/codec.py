@@ -60,13 +60,13 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
         InvalidRequest: naming the field and its limit.
     """
     round_ = decode_round(message.round, limits)
-    draft_token_ids = token_ids(message.draft_token_ids)
-    num_draft_tokens = len(draft_token_ids)
+    num_draft_tokens = len(message.draft_token_ids)
     require(
         num_draft_tokens <= limits.max_gamma,
         "draft_token_ids",
         f"holds {num_draft_tokens} tokens; the limit is {limits.max_gamma}",
     )
+    draft_token_ids = token_ids(message.draft_token_ids)
     check_token_ids(draft_token_ids, limits.vocabulary_size, "draft_token_ids")
     require_context(round_.committed_len + num_draft_tokens, limits)
     support_ids: Sequence[TokenIds] = ()

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from specdec.errors import SpecdecError, Unavailable
+from specdec.errors import InvalidRequest, SpecdecError, Unavailable
 from specdec.observability.logging import bind
 from specdec.rpc import status
+from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.interceptors import internal_error, new_request_id
 
 #: A reply frame stops taking items at this size.
@@ -22,6 +23,9 @@ FRAME_BYTES = 1 << 20
 
 #: Items of one stream that are in work or whose reply waits to be written; beyond, the peer is not read until one left.
 MAX_OPEN_ITEMS = 4096
+
+#: Items of a frame that begin in one turn of the event loop, which other streams wait for.
+_ITEMS_A_TURN = 128
 
 
 class FrameServer:
@@ -53,6 +57,9 @@ class FrameServer:
         """Serves one stream until the caller half-closes it or the service drains, all that is in flight answered.
 
         Cancelling it (the peer is gone) cancels what is in flight.
+
+        Raises:
+            InvalidRequest: a frame of more than MAX_FRAME_ITEMS items.
         """
         stream = _ServedStream(self, frames, write)
         self._streams.add(stream)
@@ -120,6 +127,7 @@ class _ServedStream:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            del reader, tasks  # what they raised has this frame in its traceback, and the frame them
 
     def _finished(self) -> bool:
         return (self._half_closed or self._server.draining) and not self._in_flight and not self._replies
@@ -127,7 +135,12 @@ class _ServedStream:
     async def _read(self) -> None:
         try:
             async for frame in self._frames:
-                for item in self._server.items_of(frame):
+                items = self._server.items_of(frame)
+                if len(items) > MAX_FRAME_ITEMS:
+                    raise InvalidRequest(f"a frame of {len(items)} items; the limit is {MAX_FRAME_ITEMS}")
+                for index, item in enumerate(items, 1):
+                    if index % _ITEMS_A_TURN == 0:
+                        await asyncio.sleep(0)
                     await self._room.acquire()  # a peer that asks without end fills its own buffers, not ours
                     task = asyncio.create_task(self._reply(item))
                     self._in_flight.add(task)
@@ -147,6 +160,10 @@ class _ServedStream:
     def _take(self) -> list[Any]:
         replies = [self._replies.popleft()]
         size = replies[0].ByteSize()
-        while self._replies and (size := size + self._replies[0].ByteSize()) <= FRAME_BYTES:
+        while (
+            self._replies
+            and len(replies) < MAX_FRAME_ITEMS
+            and (size := size + self._replies[0].ByteSize()) <= FRAME_BYTES
+        ):
             replies.append(self._replies.popleft())
         return replies

@@ -1,13 +1,17 @@
 """Frames as bytes: an item is encoded and measured once, and a frame is put together of items without another copy.
 
 A frame message (protos/specdec/v1/{draft,target}.proto) is one repeated field of items, number 1, so that its bytes are
-those of its items, each behind a tag and its length. Not here: what an item says (`codec`, `replies`). Called by links.
+those of its items, each behind a tag and its length. Not here: what an item says (`codec`, `replies`). Called by links;
+both ends keep to MAX_FRAME_ITEMS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+
+#: Items of a frame. What is beyond waits for the next one; a longer frame is refused before its items are looked at.
+MAX_FRAME_ITEMS = 1024
 
 #: Field 1, length-delimited.
 _ITEM_TAG = 0x0A

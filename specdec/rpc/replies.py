@@ -64,10 +64,10 @@ def decode_proposals(
 
 def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[ProposeRequest]) -> list[Proposal]:
     """Raises ValueError when any of them is malformed."""
+    for message, request in zip(messages, requests, strict=True):
+        if len(message.draft_token_ids) > request.gamma:
+            raise ValueError(f"{len(message.draft_token_ids)} draft tokens for a gamma of {request.gamma}")
     drafted = [message.draft_token_ids[:] for message in messages]
-    for token_ids_, request in zip(drafted, requests, strict=True):
-        if len(token_ids_) > request.gamma:
-            raise ValueError(f"{len(token_ids_)} draft tokens for a gamma of {request.gamma}")
     drawn = [
         token_ids_ if uses_supports(request.round) else []
         for token_ids_, request in zip(drafted, requests, strict=True)
@@ -237,10 +237,10 @@ def _read_rows(messages: Sequence[target_pb2.Verification], sizes_of: Sequence[l
 
 def _tails(message: target_pb2.Verification, rests: Sequence[int]) -> tuple[list[int], list[float]]:
     """z and p(z) of every position, the bonus position's last."""
-    tail_ids, probabilities = message.tail_token_ids[:], message.tail_probabilities[:]
     num_tails = sum(rest > 0 for rest in rests) + 1
-    if not len(tail_ids) == len(probabilities) == num_tails:
-        raise ValueError(f"{len(tail_ids)} tail tokens for {num_tails} positions with a rest")
+    if not len(message.tail_token_ids) == len(message.tail_probabilities) == num_tails:
+        raise ValueError(f"{len(message.tail_token_ids)} tail tokens for {num_tails} positions with a rest")
+    tail_ids, probabilities = message.tail_token_ids[:], message.tail_probabilities[:]
     _expect_probabilities(probabilities)
     if num_tails <= len(rests):
         for index, rest in enumerate(rests):

@@ -132,6 +132,10 @@ def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
 
 
 def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
+    # Counted before they are gone through.
+    for name in ("logit_bias", "end_token_ids"):
+        count, most = len(getattr(message, name)), limits.vocabulary_size
+        require(count <= most, f"round.law.{name}", f"holds {count} entries, the vocabulary {most} tokens")
     law = LawParams(
         temperature=message.temperature,
         top_p=message.top_p or 1.0,

@@ -89,7 +89,9 @@ class ServiceServer:
         self.port = _bind(self.grpc_server, self._listen)
         await self.grpc_server.start()
         if self._health_address:
-            self._health_server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+            self._health_server = grpc.aio.server(
+                interceptors=[ErrorInterceptor()], options=(("grpc.so_reuseport", 0),)
+            )
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             _bind(self._health_server, self._health_address)
             await self._health_server.start()

@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from specdec.errors import InvalidRequest
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
 from specdec.types import EngineInfo
 from specdec.v1 import common_pb2
+
+#: Sessions that one call may free.
+MAX_RELEASED_SESSIONS = 4096
 
 
 class ServedEngine(Protocol):
@@ -65,6 +69,11 @@ class ReplicaServicer:
         self._frames.drain()
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:  # noqa: N802
+        if len(request.session_ids) > MAX_RELEASED_SESSIONS:
+            raise InvalidRequest(
+                f"session_ids holds {len(request.session_ids)} ids; the limit is {MAX_RELEASED_SESSIONS}",
+                field="session_ids",
+            )
         await self._served.release(list(request.session_ids))
         return common_pb2.ReleaseResponse()
 

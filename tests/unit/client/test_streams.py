@@ -15,6 +15,7 @@ from specdec.errors import (
     InvalidRequest,
     LeaseLost,
     NotFound,
+    ResourceExhausted,
     SessionBusy,
     SessionLost,
     SpecdecError,
@@ -129,17 +130,49 @@ def test_a_chunk_the_caller_holds_already_is_not_handed_over_twice(run: Run) -> 
     assert completion.text == "<5><6><7>"
 
 
-def test_a_busy_session_is_waited_for_only_after_an_interruption(run: Run) -> None:
-    _, _, completion = run(
+def test_a_busy_session_is_waited_for_within_the_budget(run: Run) -> None:
+    servicer, _, completion = run(
         [
+            lambda r: [soon(SessionBusy("another request is running"))],
             lambda r: [started(r), tokens(0, [5]), soon(Unavailable("gone"))],
-            lambda r: [SessionBusy("the lease of the lost coordinator is alive")],
+            lambda r: [soon(SessionBusy("the lease of the lost coordinator is alive"))],
             lambda r: [started(r), tokens(1, [6]), finished(2)],
         ]
     )
     assert completion.token_ids == (5, 6)
-    with pytest.raises(SessionBusy):
-        run([lambda r: [SessionBusy("another request is running")]])
+    assert servicer.requests[0] == servicer.requests[1]
+
+
+@pytest.mark.parametrize("reason", ["QUEUE_FULL", "KV_EXHAUSTED"])
+def test_a_full_server_is_asked_again_under_the_same_request_id(run: Run, reason: str) -> None:
+    servicer, _, completion = run(
+        [
+            lambda r: [soon(ResourceExhausted("full", reason=reason))],
+            lambda r: [started(r), tokens(0, [5]), finished(1)],
+        ]
+    )
+    assert completion.token_ids == (5,)
+    assert servicer.requests[0] == servicer.requests[1]
+
+
+def test_a_stream_cut_off_because_it_was_not_read_is_resumed_after_the_last_token(run: Run) -> None:
+    servicer, _, completion = run(
+        [
+            lambda r: [started(r), tokens(0, [5, 6]), soon(ResourceExhausted("not read"))],
+            lambda r: [started(r), tokens(2, [7]), finished(3)],
+        ]
+    )
+    assert completion.token_ids == (5, 6, 7)
+    assert servicer.requests[1].resume_from == 2
+
+
+@pytest.mark.parametrize("error", [SessionBusy("busy", retry_after_s=60), ResourceExhausted("full", retry_after_s=60)])
+def test_a_wait_that_would_outlast_the_budget_is_not_begun(run: Run, error: SpecdecError) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(type(error)) as caught:
+        run([lambda r: [started(r), error]])
+    assert caught.value.retry_after_s == 60
+    assert time.monotonic() - began_s < 30  # not the minute that was asked for
 
 
 @pytest.mark.parametrize(

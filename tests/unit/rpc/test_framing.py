@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from specdec.errors import Unavailable
 from specdec.rpc.client import DraftLink
-from specdec.rpc.framing import join_items, split_items
+from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items, split_items
 from specdec.types import DrawRule, ProposeRequest
 from specdec.v1 import draft_pb2
 from tests.arithmetic_engines import make_round
@@ -60,24 +62,97 @@ async def test_a_replica_that_sends_no_frame_is_given_up_and_named() -> None:
         await _propose_to(answer)
 
 
+async def test_a_replica_that_answers_with_millions_of_items_is_given_up_before_they_are_looked_at() -> None:
+    for num_items in (2_000_000, MAX_FRAME_ITEMS + 1):
+
+        async def answer(frames: Any, num_items: int = num_items) -> Any:
+            async for _ in frames:
+                yield b"\x0a\x00" * num_items
+
+        with pytest.raises(Unavailable, match="the replica sent what is no frame"):
+            await _propose_to(answer)
+
+
+def reply_to(frame: bytes, *, call_id: int) -> bytes:
+    """A draft of one token for the only item of a frame, but of the call `call_id` after its own."""
+    (request,) = draft_pb2.ProposeFrame.FromString(frame).requests
+    reply = draft_pb2.Proposal(call_id=request.call_id + call_id, draft_token_ids=[7], lost_mass=[0.0], kv_len=3)
+    return draft_pb2.ProposalFrame(proposals=[reply]).SerializeToString()
+
+
+async def test_a_replica_that_answers_another_call_than_was_asked_is_given_up_at_once() -> None:
+    async def answer(frames: Any) -> Any:
+        async for frame in frames:
+            yield reply_to(frame, call_id=1)
+
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica answered call 2, which nobody waits for"):
+        await _propose_to(answer)
+
+
+async def test_an_answer_to_a_call_given_up_is_dropped_and_a_second_one_ends_the_stream() -> None:
+    late: list[bytes] = []
+    has_asked = asyncio.Event()
+
+    async def answer(frames: Any) -> Any:
+        async for frame in frames:
+            late.append(frame)
+            has_asked.set()
+            if len(late) == 2:
+                yield reply_to(late[0], call_id=0)
+            if len(late) == 3:
+                yield reply_to(late[0], call_id=0)
+                continue
+            if len(late) > 1:
+                yield reply_to(frame, call_id=0)
+
+    async with _link_to(answer) as link:
+        request = ProposeRequest(make_round(draw_rule=DrawRule.COUPLED), 1)
+        given_up = asyncio.create_task(link.propose(request))
+        await has_asked.wait()
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert (await link.propose(request)).draft_token_ids.tolist() == [7]
+        with pytest.raises(Unavailable, match="answered call 1, which nobody waits for"):
+            await link.propose(request)
+
+
+async def test_a_replica_that_describes_itself_with_what_is_no_message_is_unavailable() -> None:
+    async def answer(frames: Any) -> Any:
+        async for _ in frames:
+            yield b""
+
+    async with _link_to(answer, describe=b"\x0a\xff") as link:
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica answered GetEngineInfo with what is no"):
+            await link.info()
+
+
 async def _propose_to(answer: Any) -> Any:
     """What a link makes of a replica whose stream is `answer`, from frames of bytes to frames of bytes."""
+    async with _link_to(answer) as link:
+        request = ProposeRequest(make_round(draw_rule=DrawRule.COUPLED), 1)
+        return await asyncio.wait_for(link.propose(request), 10)
 
+
+@asynccontextmanager
+async def _link_to(answer: Any, describe: bytes = b"") -> AsyncIterator[DraftLink]:
     async def serve(frames: Any, context: Any) -> Any:
         async for frame in answer(frames):
             yield frame
 
+    async def get_engine_info(request: bytes, context: Any) -> bytes:
+        return describe
+
     server = grpc.aio.server()
-    handler: Any = grpc.stream_stream_rpc_method_handler(serve)
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler("specdec.v1.DraftService", {"Propose": handler})]
-    )
+    handlers: Any = {
+        "Propose": grpc.stream_stream_rpc_method_handler(serve),
+        "GetEngineInfo": grpc.unary_unary_rpc_method_handler(get_engine_info),
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("specdec.v1.DraftService", handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     link = DraftLink(f"127.0.0.1:{port}")
     try:
-        request = ProposeRequest(make_round(draw_rule=DrawRule.COUPLED), 1)
-        return await asyncio.wait_for(link.propose(request), 10)
+        yield link
     finally:
         await link.close()
         await server.stop(0)

@@ -16,6 +16,7 @@ from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec, replies
 from specdec.rpc.client import DraftLink, TargetLink, WireCount
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
+from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.v1 import draft_pb2, draft_pb2_grpc
@@ -326,6 +327,13 @@ async def test_large_requests_of_one_turn_are_spread_over_frames() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         replies = await asyncio.gather(*(link.propose(ask(f"big {index}", num_tokens=110_000)) for index in range(40)))
         assert [reply.kv_len for reply in replies] == [110_002] * 40
+
+
+async def test_more_calls_of_one_turn_than_a_frame_may_have_items_are_spread_over_frames_both_ways() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        num_calls = 2 * MAX_FRAME_ITEMS + 10
+        replies = await asyncio.gather(*(link.propose(ask(f"session {index}")) for index in range(num_calls)))
+        assert [reply.kv_len for reply in replies] == [5] * num_calls
 
 
 async def test_greedy_rounds_carry_token_ids_alone() -> None:

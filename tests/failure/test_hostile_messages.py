@@ -1,0 +1,275 @@
+"""Messages that no honest peer sends: small ones that would become millions of objects, and bytes that are no message.
+
+Sent as bytes over real gRPC, so that nothing of ours has read them before the service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import code_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.rpc import codec, interceptors
+from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items
+from specdec.rpc.status import from_rpc_error
+from specdec.types import DrawRule, ProposeRequest, VerifyRequest
+from specdec.v1 import common_pb2, draft_pb2, target_pb2
+from tests.arithmetic_engines import make_round
+from tests.coordinator_rig import PROMPT, Coordinator, Rig, request, started_coordinator
+from tests.stack import Stack
+
+PROPOSE, VERIFY = "/specdec.v1.DraftService/Propose", "/specdec.v1.TargetService/Verify"
+GENERATE = "/specdec.v1.CoordinatorService/Generate"
+
+UNARY = [
+    "/specdec.v1.CoordinatorService/GetSession",
+    "/specdec.v1.CoordinatorService/DeleteSession",
+    "/specdec.v1.CoordinatorService/Tokenize",
+    "/specdec.v1.CoordinatorService/GetInfo",
+    "/specdec.v1.DraftService/Release",
+    "/specdec.v1.DraftService/GetEngineInfo",
+    "/specdec.v1.TargetService/Release",
+    "/specdec.v1.TargetService/GetEngineInfo",
+    "/grpc.health.v1.Health/Check",
+]
+
+#: A field 1 whose length is beyond its end.
+BROKEN = b"\x0a\xff"
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A length-delimited field."""
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    content = bytearray()
+    while number > 0x7F:
+        content.append(0x80 | number & 0x7F)
+        number >>= 7
+    return bytes([*content, number])
+
+
+#: A message of up to 1 MB each, as field 1 of a frame, of TokenizeRequest and so on: what it would be read as.
+MANY = 1 << 19
+SESSION = field(1, b"s") + field(6, b"\x05")
+EXPLOSIONS = {
+    VERIFY: {
+        "empty items": b"\x0a\x00" * MANY,
+        "unknown fields": b"\x78\x00" * MANY,
+        "unknown fields of an item": field(1, field(2, SESSION) + b"\x78\x00" * (MANY - 32)),
+        "fields in unknown groups": field(1, b"\x7b\x12\x02\xff\xff\x7c" + b"\x22\x00" * (MANY - 32)),
+        "draft tokens one by one": field(1, field(2, SESSION) + b"\x18\x00" * (MANY - 32)),
+        "draft tokens, packed one by one": field(1, field(2, SESSION) + b"\x1a\x01\x00" * (MANY // 2)),
+        "supports again and again": field(1, field(2, SESSION) + b"\x22\x00" * (MANY - 32)),
+        "biases": field(1, field(2, SESSION + field(7, b"\x42\x00" * (MANY - 64)))),
+        "a round again and again": field(1, b"\x12\x00" * (MANY - 32)),
+        "ids of supports": field(1, field(2, SESSION) + field(4, field(1, b"\x01" * (MANY - 64)))),
+        "draft tokens": field(1, field(2, SESSION) + field(3, b"\x01" * (MANY - 64))),
+    },
+    GENERATE: {
+        "stop strings": field(3, b"p") + field(6, b"\x62\x00" * (MANY - 32)),
+        "messages": field(5, b"\x0a\x00" * (MANY - 32)),
+        "biases": field(3, b"p") + field(6, b"\x52\x00" * (MANY - 32)),
+        "sampling again and again": field(3, b"p") + b"\x32\x00" * (MANY - 32),
+        "inputs in turn": b"\x2a\x00\x22\x00" * (MANY // 2 - 32),
+        "stop tokens": field(3, b"p") + field(6, field(13, b"\x01" * (MANY - 64))),
+    },
+    "/specdec.v1.CoordinatorService/Tokenize": {"messages": field(2, b"\x0a\x00" * (MANY - 32))},
+    "/specdec.v1.TargetService/Release": {
+        "sessions": b"\x0a\x00" * MANY,
+        "some sessions": b"\x0a\x00" * 100_000,
+    },
+}
+
+
+async def ask(address: str, method: str, content: bytes, *, is_stream: bool = False) -> list[bytes]:
+    """Sends one message; returns what came back. Raises AioRpcError."""
+    options = (("grpc.max_send_message_length", -1),)
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        if method == GENERATE:
+            return [answer async for answer in channel.unary_stream(method)(content)]
+        if not is_stream:
+            return [await channel.unary_unary(method)(content)]
+        call: Any = channel.stream_stream(method)()
+        await call.write(content)
+        await call.done_writing()
+        return [answer async for answer in call]
+
+
+def address_of(method: str, rig: Rig, coordinator: Coordinator) -> str:
+    if "Draft" in method:
+        return rig.draft.address
+    return rig.target.address if "Target" in method else coordinator.server.address
+
+
+async def outcome(rig: Rig, coordinator: Coordinator, method: str, content: bytes) -> tuple[str, str]:
+    """Code and reason of the call, or of the only item of a frame that was served."""
+    try:
+        answers = await ask(address_of(method, rig, coordinator), method, content, is_stream=method == VERIFY)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, from_rpc_error(error).reason
+    (item,) = target_pb2.VerificationFrame.FromString(answers[0]).verifications
+    return code_pb2.Code.Name(item.status.code), item.status.reason
+
+
+async def refusal(rig: Rig, coordinator: Coordinator, method: str, content: bytes) -> tuple[str, str, str]:
+    """Code, reason and message."""
+    is_stream = method in (PROPOSE, VERIFY)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(address_of(method, rig, coordinator), method, content, is_stream=is_stream)
+    error = from_rpc_error(caught.value)
+    return caught.value.code().name, error.reason, error.message
+
+
+EXPLOSION_CASES = [
+    pytest.param(method, content, id=f"{method.rpartition('/')[2]}: {name}")
+    for method, cases in EXPLOSIONS.items()
+    for name, content in cases.items()
+]
+
+
+@pytest.mark.parametrize(("method", "content"), EXPLOSION_CASES)
+async def test_a_small_message_of_too_many_parts_is_refused_and_others_are_served(method: str, content: bytes) -> None:
+    async with started_coordinator() as (rig, coordinator):
+        assert await outcome(rig, coordinator, method, content) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+        assert rig.target.engine.info().num_sessions == 0
+        output = await coordinator.generate(request())
+        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
+
+
+@pytest.mark.parametrize("method", [PROPOSE, VERIFY])
+async def test_a_frame_of_more_items_than_the_limit_is_refused_whole(method: str) -> None:
+    async with started_coordinator() as (rig, coordinator):
+        code, _, message = await refusal(rig, coordinator, method, b"\x0a\x00" * (MAX_FRAME_ITEMS + 1))
+        assert (code, message) == ("INVALID_ARGUMENT", f"a frame of {MAX_FRAME_ITEMS + 1} items; the limit is 1024")
+        assert len(await ask(address_of(method, rig, coordinator), method, b"\x0a\x00" * MAX_FRAME_ITEMS,
+                             is_stream=True)) >= 1  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [*UNARY, GENERATE, PROPOSE, VERIFY])
+async def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_in_the_log(
+    method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interceptors, "_complaints", interceptors._Complaints())  # as if the second were over
+    async with started_coordinator() as (rig, coordinator):
+        caplog.clear()
+        for _ in range(5):
+            code, reason, message = await refusal(rig, coordinator, method, BROKEN)
+            assert (code, reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+            assert "the request is no " in message
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1, [record.getMessage() for record in lines]
+    assert "127.0.0.1" in lines[0].getMessage()
+
+
+async def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
+    async with started_coordinator() as (rig, coordinator):
+        content = field(3, b"\xff\xfe")
+        assert (await refusal(rig, coordinator, GENERATE, content))[0] == "INVALID_ARGUMENT"
+
+
+damages = st.lists(
+    st.tuples(st.sampled_from(("set", "delete", "insert", "cut", "repeat")), st.floats(0.0, 0.999),
+              st.integers(0, 255)),
+    min_size=1,
+    max_size=4,
+)  # fmt: skip
+
+
+def damaged(content: bytes, damage: list[tuple[str, float, int]]) -> bytes:
+    changed = bytearray(content)
+    for kind, place, value in damage:
+        at = int(place * len(changed))
+        if kind == "insert" or not changed:
+            changed.insert(at, value)
+        elif kind == "set":
+            changed[at] = value
+        elif kind == "repeat":
+            changed[at:at] = changed[at : at + value] * 40
+        else:
+            del changed[at : at + 1 if kind == "delete" else len(changed)]
+    return bytes(changed)
+
+
+def honest_frames() -> list[tuple[str, bytes]]:
+    """Frames of three sessions each, of both kinds of round."""
+    rounds = [make_round(f"s{index}", num_tokens=4, draw_rule=DrawRule.COUPLED) for index in range(3)]
+    asked = [codec.encode_propose_request(ProposeRequest(round_, 2), index) for index, round_ in enumerate(rounds)]
+    drafts = np.array([3, 4], np.uint32)
+    to_verify = [codec.encode_verify_request(VerifyRequest(round_, drafts, ()), index)
+                 for index, round_ in enumerate(rounds)]  # fmt: skip
+    return [
+        (PROPOSE, join_items([message.SerializeToString() for message in asked])),
+        (VERIFY, join_items([message.SerializeToString() for message in to_verify])),
+    ]
+
+
+def test_a_damaged_frame_is_refused_or_answered_item_by_item_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = asyncio.new_event_loop()
+    running = started_coordinator()
+    rig, coordinator = loop.run_until_complete(running.__aenter__())
+
+    outcomes: set[str] = set()
+
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(st.sampled_from(honest_frames()), damages)
+    def check(frame: tuple[str, bytes], damage: list[tuple[str, float, int]]) -> None:
+        method, content = frame
+        asking = ask(address_of(method, rig, coordinator), method, damaged(content, damage), is_stream=True)
+        try:
+            answers = loop.run_until_complete(asyncio.wait_for(asking, 30))
+        except grpc.aio.AioRpcError as error:
+            outcomes.add(error.code().name)
+            return
+        outcomes.update(item.status.reason for answer in answers for item in _replies_of(method, answer))
+
+    try:
+        check()
+    finally:
+        loop.run_until_complete(running.__aexit__(None, None, None))
+        loop.close()
+    assert {"INVALID_ARGUMENT", "INVALID_REQUEST", ""} <= outcomes
+    assert outcomes <= {"INVALID_ARGUMENT", "INVALID_REQUEST", "", "KV_MISS", "STALE_EPOCH", "CONTEXT_TOO_LONG"}
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def _replies_of(method: str, answer: bytes) -> Any:
+    if method == PROPOSE:
+        return draft_pb2.ProposalFrame.FromString(answer).proposals
+    return target_pb2.VerificationFrame.FromString(answer).verifications
+
+
+def resident_bytes(process_id: int) -> int:
+    """Memory of a process that is in RAM."""
+    return int(Path(f"/proc/{process_id}/statm").read_text().split()[1]) * 4096
+
+
+async def test_a_process_serves_others_among_hostile_messages_and_its_memory_returns_to_its_level() -> None:
+    stack = Stack("simulated:8b-0.6b", replica_arguments=(), num_coordinators=0)
+    with stack:
+        target = stack.parts["target"]
+        assert target.process is not None
+        content = b"\x0a\x00" * 2_000_000
+        levels = []
+        async with grpc.aio.insecure_channel(target.address) as channel:
+            describe = channel.unary_unary("/specdec.v1.TargetService/GetEngineInfo")
+            for _ in range(8):
+                attack = asyncio.create_task(ask(target.address, VERIFY, content, is_stream=True))
+                while not attack.done():
+                    assert common_pb2.EngineInfo.FromString(await describe(b"", timeout=10)).role == "target"
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await attack
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                levels.append(resident_bytes(target.process.pid))
+        assert levels[-1] - levels[1] < 24 << 20, [level >> 20 for level in levels]

@@ -1,0 +1,111 @@
+"""Clients that read slowly or not at all: bounded memory, and every token once they read again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator import stream as output_stream
+from specdec.rpc.status import from_rpc_error
+from specdec.v1 import coordinator_pb2 as pb
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.coordinator_rig import PROMPT, Coordinator, Output, eventually, read_rest, request, started_coordinator
+
+KEPT = 16
+NUM_TOKENS = 500
+#: Details of 20 logprobs a token, so that the transport's own buffers hold a fraction of the output.
+LARGE = {"max_new_tokens": NUM_TOKENS, "logprobs": 20, "provenance": True}
+
+
+@pytest.fixture(autouse=True)
+def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_stream, "MAX_BUFFERED_TOKENS", KEPT)
+
+
+def kept_tokens(coordinator: Coordinator) -> int:
+    """Most tokens that a running generation keeps for its readers."""
+    streams = [generation.stream for generation in coordinator.generations._running.values()]
+    return max((stream.num_tokens - stream.num_dropped_tokens for stream in streams), default=0)
+
+
+@asynccontextmanager
+async def narrow_stub(coordinator: Coordinator) -> AsyncIterator[CoordinatorServiceStub]:
+    """A client whose HTTP/2 window is small."""
+    options = (("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(coordinator.server.address, options=options) as channel:
+        yield CoordinatorServiceStub(channel)
+
+
+async def read_to_the_cut(stream: Any, output: Output) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_rest(stream, output)
+    return caught.value
+
+
+async def test_a_reader_that_never_reads_is_cut_off_and_resumes_without_repeat_or_gap() -> None:
+    async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
+        generations = coordinator.generations
+        stream = stub.Generate(request(session_id="s", **LARGE))
+        output = Output()
+        output.add(await stream.read())
+        most = 0
+        while generations.num_running:
+            most = max(most, kept_tokens(coordinator))
+            await asyncio.sleep(0)
+        assert 0 < most <= KEPT + 16
+        error = from_rpc_error(await read_to_the_cut(stream, output))
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert error.retryable
+        assert "resume" in error.message
+        num_read = len(output.token_ids)
+        assert 0 < num_read < NUM_TOKENS
+        rest = await coordinator.generate(request(None, session_id="s", resume_from=num_read))
+        assert rest.chunks[0].index == num_read
+        assert output.token_ids + rest.token_ids == rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS)
+
+
+async def test_a_reader_that_never_reads_holds_up_no_other_reader_of_its_request() -> None:
+    async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
+        asked = request(session_id="s", request_id="r", **LARGE)
+        idle = stub.Generate(asked)
+        begun = Output()
+        begun.add(await idle.read())
+        whole = await coordinator.generate(asked)
+        assert whole.token_ids == rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS)
+        error = await read_to_the_cut(idle, begun)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_who_joins_late_gets_from_the_log_what_is_not_kept_any_more() -> None:
+    async with started_coordinator() as (_, coordinator):
+        asked = request(session_id="s", request_id="r", max_new_tokens=400, gamma=2)
+        first = asyncio.create_task(coordinator.generate(asked))
+        await eventually(lambda: any(g.stream.num_tokens > 2 * KEPT for g in coordinator.generations._running.values()))
+        joined, resumed = await asyncio.gather(
+            coordinator.generate(asked), coordinator.generate(request(None, session_id="s", resume_from=5))
+        )
+        whole = await first
+        assert (joined.token_ids, joined.text) == (whole.token_ids, whole.text)
+        assert resumed.chunks[0].index == 5
+        assert resumed.token_ids == whole.token_ids[5:]
+        assert joined.finished.reason == whole.finished.reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_streams_of_one_connection_that_nobody_reads_are_cut_off_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
+        streams = [stub.Generate(request(session_id=f"s{index}", **LARGE)) for index in range(3)]
+        outputs = [Output() for _ in streams]
+        await eventually(lambda: coordinator.generations.num_running == len(streams))
+        await eventually(lambda: not coordinator.generations.num_running)
+        for stream, output in zip(streams, outputs, strict=True):
+            assert (await read_to_the_cut(stream, output)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        output = await coordinator.generate(request(None, session_id="s2", resume_from=len(outputs[2].token_ids)))
+        assert outputs[2].token_ids + output.token_ids == rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
