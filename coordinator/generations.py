@@ -24,7 +24,7 @@ from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import Placement
 from coordinator.pool import ReplicaPools
 from coordinator.prompt import encode_prompt, resolve_sampling
-from coordinator.recovery import LoggedRequest, check_held, read_logged_request, record_of
+from coordinator.recovery import LoggedRequest, check_held, decode_parameters, read_logged_request, record_of
 from coordinator.requests import (
     Finished,
     GenerationIdentity,
@@ -216,7 +216,9 @@ class Generations:
             turn=record.request.turn + 1 if record and record.request else 0,
             output_start=prompt.num_tokens,
             parameters=RequestParameters(
-                sampling, replace(request.speculation, draft_pool=draft_pool), self._pools.target_info.model_fingerprint
+                sampling,
+                replace(request.speculation, draft_pool=draft_pool),
+                *self._target_after(record.request if record else None),
             ),
         )
         lease = await self._leases.acquire(session_id, create=record is None)
@@ -263,6 +265,7 @@ class Generations:
                 await self._store.release(lease)
                 return _replay(logged, num_held)
             self._check_not_draining()
+            logged = await self._on_a_served_model(lease, logged)
         except BaseException:
             await asyncio.shield(self._give_up(lease, is_new=False))
             raise
@@ -277,6 +280,24 @@ class Generations:
             replayed=logged.output,
         )
         return self._start(lease, beginning).subscribe(num_held)
+
+    def _target_after(self, last: RequestRecord | None) -> tuple[str, bool]:
+        """Fingerprint of the model that a new turn gets, and whether the turn before was another's."""
+        fingerprint = self._pools.target_info.model_fingerprint
+        return fingerprint, last is not None and decode_parameters(last.parameters_json).target_fingerprint != fingerprint
+
+    async def _on_a_served_model(self, lease: Lease, logged: LoggedRequest) -> LoggedRequest:
+        """A request whose model is gone goes on with another one if nobody has seen a token of it yet."""
+        parameters = logged.identity.parameters
+        if logged.output.token_ids or self._pools.serves(parameters.target_fingerprint):
+            return logged
+        fingerprint = self._pools.target_info.model_fingerprint
+        parameters = replace(parameters, target_fingerprint=fingerprint, target_changed=logged.identity.turn > 0)
+        identity = replace(logged.identity, parameters=parameters)
+        await self._store.begin_request(
+            lease, record_of(identity), keep=len(logged.token_ids), token_ids=np.empty(0, np.uint32)
+        )
+        return replace(logged, identity=identity)
 
     def _start(self, lease: Lease, beginning: _Beginning) -> Generation:
         """Starts the task; nothing is awaited, so a lease taken before is always owned by somebody."""

@@ -110,6 +110,7 @@ def encode_parameters(parameters: RequestParameters) -> str:
             "sampling": flat | {"law": law},
             "speculation": asdict(parameters.speculation),
             "target_fingerprint": parameters.target_fingerprint,
+            "target_changed": parameters.target_changed,
         }
     )
 
@@ -128,7 +129,12 @@ def decode_parameters(text: str) -> RequestParameters:
         "stop_token_ids": tuple(sampling["stop_token_ids"]),
     }
     speculation |= {"mode": Mode(speculation["mode"])}
-    return RequestParameters(SamplingParams(**sampling), SpeculationChoice(**speculation), fields["target_fingerprint"])
+    return RequestParameters(
+        SamplingParams(**sampling),
+        SpeculationChoice(**speculation),
+        fields["target_fingerprint"],
+        fields.get("target_changed", False),  # a request that an older version stored does not say
+    )
 
 
 def encode_stats(stats: GenerationStats) -> str:

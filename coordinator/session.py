@@ -84,9 +84,14 @@ class OutputStream:
         Raises:
             SpecdecError: what ended the generation early, after everything that was published before.
         """
-        identity = self.identity
+        identity, parameters = self.identity, self.identity.parameters
         yield Started(
-            identity.session_id, identity.request_id, identity.output_start, identity.parameters.sampling.seed
+            identity.session_id,
+            identity.request_id,
+            identity.output_start,
+            parameters.sampling.seed,
+            parameters.target_fingerprint,
+            parameters.target_changed,
         )
         position, chunk_index = start, 0
         while True:
