@@ -24,7 +24,14 @@ from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import Placement
 from coordinator.pool import ReplicaPools
 from coordinator.prompt import encode_prompt, resolve_sampling
-from coordinator.recovery import LoggedRequest, check_held, decode_parameters, read_logged_request, record_of
+from coordinator.recovery import (
+    LoggedRequest,
+    check_expected,
+    check_held,
+    decode_parameters,
+    read_logged_request,
+    record_of,
+)
 from coordinator.requests import (
     Finished,
     GenerationIdentity,
@@ -207,6 +214,7 @@ class Generations:
         self._check_serving()
         draft_pool = self._pools.route_draft(request.speculation.draft_pool)
         held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
+        check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
         prompt = await asyncio.to_thread(encode_prompt, request, held, self._tokenizer)
         sampling = resolve_sampling(request, prompt, self._pools.max_context_tokens)
         identity = GenerationIdentity(
@@ -283,8 +291,8 @@ class Generations:
 
     def _target_after(self, last: RequestRecord | None) -> tuple[str, bool]:
         """Fingerprint of the model that a new turn gets, and whether the turn before was another's."""
-        fingerprint = self._pools.target_info.model_fingerprint
-        return fingerprint, last is not None and decode_parameters(last.parameters_json).target_fingerprint != fingerprint
+        now = self._pools.target_info.model_fingerprint
+        return now, last is not None and decode_parameters(last.parameters_json).target_fingerprint != now
 
     async def _on_a_served_model(self, lease: Lease, logged: LoggedRequest) -> LoggedRequest:
         """A request whose model is gone goes on with another one if nobody has seen a token of it yet."""

@@ -104,7 +104,11 @@ class Replica(Generic[LinkT]):
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
         if self.info is not None and info.model_fingerprint != self.model:
             _log.warning(
-                "%s replica %s serves model %s now, it was %s", self.role, self.address, info.model_fingerprint, self.model
+                "%s replica %s serves model %s now, %s before",
+                self.role,
+                self.address,
+                info.model_fingerprint,
+                self.model,
             )
         self.info = info
         self.is_alive = True

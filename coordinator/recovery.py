@@ -77,6 +77,15 @@ def check_held(num_held: int, num_output: int) -> None:
         )
 
 
+def check_expected(expected: int | None, session_id: str, num_held: int | None) -> None:
+    """Raises SessionLost when a session, if there is one (else None), holds another number of tokens than expected."""
+    if expected is not None and expected != (num_held or 0):
+        found = "it is gone, so that it holds 0" if num_held is None else f"it holds {num_held}"
+        raise SessionLost(
+            f"session {session_id} was expected to hold {expected} tokens, {found}", field="expected_session_tokens"
+        )
+
+
 def identity_of(session_id: str, stored: RequestRecord) -> GenerationIdentity:
     return GenerationIdentity(
         session_id=session_id,

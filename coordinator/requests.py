@@ -57,6 +57,8 @@ class GenerationRequest:
     messages: tuple[ChatTurn, ...] | None = None
     resume_from: int | None = None
     """Output tokens the caller already holds."""
+    expected_session_tokens: int | None = None
+    """What the session must hold where a new turn begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 A link keeps one bidirectional stream open and multiplexes any number of calls on it: what is asked within one turn of
 the event loop travels in one frame, and replies come back in any order; those of a frame are decoded together. A link
 dials when first used and again after a break; it does not retry calls, because only the round loop knows what a late
-answer is worth. A stream is one model's (`identity`): a call that is meant for a model never meets another one, whatever
-process listens at the address by then.
+answer is worth. A stream is one model's (`identity`): a call that is meant for a model is never answered by another,
+whatever process listens at the address by then.
 
 Not here: choosing replicas, deadlines, retries (the coordinator). Called by the coordinator, and by tests.
 """
