@@ -57,6 +57,11 @@ class OutputStream:
         """Those that have read everything."""
 
     @property
+    def finish_reason(self) -> FinishReason | None:
+        """None until it ended well."""
+        return None if self._finished is None else self._finished.reason
+
+    @property
     def is_over(self) -> bool:
         return self._finished is not None or self._error is not None
 

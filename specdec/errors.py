@@ -69,6 +69,7 @@ class SessionBusy(SpecdecError):
 
     code = "FAILED_PRECONDITION"
     default_reason = "SESSION_BUSY"
+    default_retry_after_s = 0.5
 
 
 class VocabularyMismatch(SpecdecError):

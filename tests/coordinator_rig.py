@@ -159,7 +159,9 @@ class Output:
 class Rig:
     """Services, a store, and coordinators on them. Use as an async context manager."""
 
-    def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1) -> None:
+    def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1, store_url: str = "") -> None:
+        """`store_url`: of the session store; one of its own in memory if empty."""
+        self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
         self._counts = {TARGET: targets, DRAFT: drafts}
         self._draft_salt = draft_salt
         self._directory = tempfile.TemporaryDirectory()
@@ -171,7 +173,7 @@ class Rig:
         directory = Path(self._directory.name)
         write_tokenizer(directory)
         self.tokenizer = ServedTokenizer(str(directory))
-        self.store = open_store(f"memory://{secrets.token_hex(8)}")
+        self.store = open_store(self._store_url)
         for role, count in self._counts.items():
             for _ in range(count):
                 self.services.append(await start_service(role, salt=self._draft_salt if role == DRAFT else 0))

@@ -124,6 +124,7 @@ class RedisSessionStore:
             request=_read_request(meta),
             owner=owner.decode(),
             expires_in_s=max(0, expires_in_ms) / 1000,
+            was_left=meta.get("left") == meta["epoch"],
         )
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:

@@ -55,6 +55,8 @@ class SessionRecord:
     owner: str
     """Live lease owner, or ""."""
     expires_in_s: float
+    was_left: bool = False
+    """Whether the last owner gave its lease back; a dead owner did not, nor one whose last writes the store lost."""
 
     @property
     def status(self) -> str:

@@ -1,0 +1,140 @@
+"""What this coordinator last left in the sessions it served, to repair a store that lost its latest writes.
+
+A store that comes back from a crash may hold a session as it was some rounds ago. Who wrote those rounds still knows
+them, and that nobody wrote since: an epoch never falls (docs/protocol.md section 8). Not here: repairing under a
+generation that runs (`session`), a session that is gone altogether, for it may have been deleted. Called by
+`generations`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from coordinator.leases import Leases
+from coordinator.recovery import encode_stats, record_of
+from coordinator.requests import GenerationIdentity, GenerationStats
+from specdec.errors import SessionLost, SpecdecError
+from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
+from specdec.types import FinishReason, TokenIds
+
+#: Sessions remembered, and tokens of each: more than a store that syncs its log every second can lose.
+MAX_SESSIONS = 4096
+MAX_TAIL_TOKENS = 4096
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How a session was left: all of it is in the store, or was."""
+
+    lease: Lease
+    request: RequestRecord
+    """The last one; finished, or left in the middle."""
+    base: int
+    """Position of `token_ids[0]` in the session."""
+    token_ids: TokenIds
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.token_ids)
+
+    def is_whole_in(self, record: SessionRecord) -> bool:
+        """Whether the store still holds what was left."""
+        stored = record.request
+        return (
+            stored is not None
+            and stored.request_id == self.request.request_id
+            and (stored.finish_reason is not None or self.request.finish_reason is None)
+            and record.num_tokens >= self.end
+        )
+
+
+class Tails:
+    """Tails by session. Used from one event loop, a session by one admission at a time."""
+
+    def __init__(self, store: SessionStore, leases: Leases) -> None:
+        self._store = store
+        self._leases = leases
+        self._tails: OrderedDict[str, Tail] = OrderedDict()
+
+    def remember(
+        self,
+        lease: Lease,
+        identity: GenerationIdentity,
+        finish_reason: FinishReason | None,
+        stats: GenerationStats,
+        token_ids: TokenIds,
+    ) -> None:
+        """Notes how a generation left its session: `token_ids` are all that were committed."""
+        request = replace(record_of(identity), finish_reason=finish_reason, stats_json=encode_stats(stats))
+        base = max(0, len(token_ids) - MAX_TAIL_TOKENS)
+        self._tails.pop(lease.session_id, None)
+        self._tails[lease.session_id] = Tail(lease, request, base, token_ids[base:].copy())
+        if len(self._tails) > MAX_SESSIONS:
+            self._tails.popitem(last=False)
+
+    def forget(self, session_id: str) -> None:
+        self._tails.pop(session_id, None)
+
+    async def mend(self, session_id: str, record: SessionRecord | None) -> SessionRecord | None:
+        """The session's record as it was left here, put right in the store where that lost some of it.
+
+        Args:
+            session_id: of a session that no generation here runs on.
+            record: as just loaded.
+
+        Raises:
+            SessionLost: the store lost more than is remembered.
+            SessionBusy: another owner holds the session.
+        """
+        tail = self._tails.get(session_id)
+        if tail is None:
+            return record
+        if record is None or record.epoch > tail.lease.epoch:  # gone, or another has written it since
+            self.forget(session_id)
+            return record
+        if tail.is_whole_in(record):
+            return replace(record, was_left=True)
+        # A lease of ours that nobody runs under was given back, and the store has forgotten that as well.
+        owner = record.owner if self._leases.is_ours(record.owner) else ""
+        lease = await self._leases.acquire(session_id, create=False, owner=owner)
+        try:
+            await self._repair(lease, record, tail)
+        finally:
+            await asyncio.shield(self._release(lease))
+        self._tails[session_id] = replace(tail, lease=lease)
+        return await self._store.load(session_id)
+
+    async def _repair(self, lease: Lease, record: SessionRecord, tail: Tail) -> None:
+        held = await self._store.load(lease.session_id)
+        if held is None or (held.num_tokens, held.request) != (record.num_tokens, record.request):
+            return  # another has written it meanwhile
+        is_same_turn = record.request is not None and record.request.request_id == tail.request.request_id
+        # A turn may have cut the session before its prompt, so that an older turn's tokens say nothing of the base.
+        if record.num_tokens < tail.base or (tail.base > 0 and not is_same_turn):
+            raise SessionLost(
+                f"the store lost the end of session {lease.session_id}: {record.num_tokens} of {tail.end} tokens are left"
+            )
+        stored = await self._store.read_tokens(lease.session_id, tail.base)
+        kept = common_prefix_len(stored, tail.token_ids)
+        _log.warning("the store lost %d tokens of a session; appending them again", len(tail.token_ids) - kept)
+        await self._store.begin_request(lease, tail.request, keep=tail.base + kept, token_ids=tail.token_ids[kept:])
+
+    async def _release(self, lease: Lease) -> None:
+        try:
+            await self._store.release(lease)
+        except SpecdecError as error:
+            _log.warning("releasing session %s after its repair failed: %s", lease.session_id, error)
+
+
+def common_prefix_len(first: TokenIds, second: TokenIds) -> int:
+    """How many tokens two sequences begin with alike."""
+    shorter = min(len(first), len(second))
+    differences = np.flatnonzero(first[:shorter] != second[:shorter])
+    return int(differences[0]) if len(differences) else shorter
