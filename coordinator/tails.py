@@ -119,7 +119,7 @@ class Tails:
         # A turn may have cut the session before its prompt, so that an older turn's tokens say nothing of the base.
         if record.num_tokens < tail.base or (tail.base > 0 and not is_same_turn):
             raise SessionLost(
-                f"the store lost the end of session {lease.session_id}: {record.num_tokens} of {tail.end} tokens are left"
+                f"the store lost the end of session {lease.session_id}: {record.num_tokens} of {tail.end} tokens left"
             )
         stored = await self._store.read_tokens(lease.session_id, tail.base)
         kept = common_prefix_len(stored, tail.token_ids)
