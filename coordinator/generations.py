@@ -343,8 +343,10 @@ class Generations:
         self._metrics.request_running(-1)
         num_shown = generation.stream.num_tokens
         if num_shown:
-            token_ids = parts.tokens.tail(0)[: identity.output_start + num_shown]
-            self._tails.remember(parts.lease, identity, generation.stream.finish_reason, parts.account.stats, token_ids)
+            self._tails.remember(
+                parts.lease, identity, generation.stream.finish_reason, parts.account.stats,
+                parts.tokens, end=identity.output_start + num_shown,
+            )  # fmt: skip
 
     def _check_serving(self) -> None:
         if not self._pools.is_ready:

@@ -18,6 +18,7 @@ import numpy as np
 from coordinator.leases import Leases
 from coordinator.recovery import encode_stats, record_of
 from coordinator.requests import GenerationIdentity, GenerationStats
+from coordinator.tokens import SessionTokens
 from specdec.errors import SessionLost, SpecdecError
 from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
 from specdec.types import FinishReason, TokenIds
@@ -69,13 +70,16 @@ class Tails:
         identity: GenerationIdentity,
         finish_reason: FinishReason | None,
         stats: GenerationStats,
-        token_ids: TokenIds,
+        tokens: SessionTokens,
+        *,
+        end: int,
     ) -> None:
-        """Notes how a generation left its session: `token_ids` are all that were committed."""
+        """Notes how a generation left its session: the first `end` of `tokens` were committed."""
         request = replace(record_of(identity), finish_reason=finish_reason, stats_json=encode_stats(stats))
-        base = max(0, len(token_ids) - MAX_TAIL_TOKENS)
+        base = max(0, end - MAX_TAIL_TOKENS)
+        token_ids = tokens.tail(base)[: end - base]
         self._tails.pop(lease.session_id, None)
-        self._tails[lease.session_id] = Tail(lease, request, base, token_ids[base:].copy())
+        self._tails[lease.session_id] = Tail(lease, request, base, token_ids)
         if len(self._tails) > MAX_SESSIONS:
             self._tails.popitem(last=False)
 

@@ -42,13 +42,16 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: _Inter
                 if not line.strip():
                     continue
                 messages.append({"role": "user", "content": line})
-                ask = partial(client.generate, messages=messages, stream=True, provenance=True, **request_options(args))
+                ask = partial(
+                    client.generate, messages=messages, session_id=session_id, stream=True, provenance=True,
+                    **request_options(args),
+                )  # fmt: skip
                 try:
-                    text = _answer(ask(session_id=session_id), writer, interrupts)
+                    text = _answer(ask(), writer, interrupts)
                 except SessionLost as error:  # the messages still hold the conversation
-                    print(f"{error.message}; asking anew in another session", file=sys.stderr)
-                    session_id = uuid.uuid4().hex
-                    text = _answer(ask(session_id=session_id), writer, interrupts)
+                    print(f"{error.message}; asking again with the whole conversation", file=sys.stderr)
+                    client.delete_session(session_id)
+                    text = _answer(ask(), writer, interrupts)
                 messages.append({"role": "assistant", "content": text})
         finally:
             with contextlib.suppress(SpecdecError):  # the server forgets idle sessions by itself as well

@@ -19,6 +19,9 @@ MODEL_KEY = "specdec-model"
 INCARNATION_KEY = "specdec-incarnation"
 """Of the process that answers."""
 
+#: More of a name is not told to anybody.
+_MAX_NAME_CHARACTERS = 128
+
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
@@ -33,7 +36,7 @@ async def meet_caller(context: Any, info: EngineInfo) -> None:
     Raises:
         Unavailable: the stream is meant for another model.
     """
-    meant = _value(context.invocation_metadata(), MODEL_KEY)
+    meant = _value(context.invocation_metadata(), MODEL_KEY)[:_MAX_NAME_CHARACTERS]
     if meant and meant != info.model_fingerprint:
         raise Unavailable(f"replica {info.replica_id} serves model {info.model_fingerprint}, {meant} was meant")
     await context.send_initial_metadata(

@@ -193,6 +193,8 @@ async def test_a_new_turn_on_another_model_is_told_to_the_caller_and_to_whoever_
         replayed = await coordinator.generate(request(None, session_id="s", resume_from=0))
         for output in (changed, replayed):
             assert (output.started.target_fingerprint, output.started.target_changed) == ("table-5", True)
+        registry = coordinator.generations._metrics.registry
+        assert registry.get_sample_value("specdec:target_changes_total", {"model_name": "table"}) == 1
         last = await coordinator.generate(request((9,), session_id="s"))
         assert (last.started.target_fingerprint, last.started.target_changed) == ("table-5", False)
 
