@@ -361,7 +361,7 @@ class Generations:
         """Undoes an admission that failed. What cannot be undone now expires by itself."""
         try:
             await self._forget_if(is_new, lease)
-            await self._store.release(lease)
+            await self._store.release(lease, left=lease.was_left)
         except SpecdecError as error:
             _log.warning("undoing an admission on session %s failed: %s", lease.session_id, error)
 

@@ -53,7 +53,7 @@ class Leases:
             record = await self._store.load(lease.session_id)
             if record is not None and record.request is None:
                 await self._store.delete(lease.session_id)
-            await self._store.release(lease)
+            await self._store.release(lease, left=lease.was_left)
 
     async def take_over(self, session_id: str) -> Lease:
         """Takes a session with an unfinished request, waiting as long as a dead owner's lease may still live.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coordinator.requests import GenerationRequest
-from coordinator.tails import common_prefix_len
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.validation import DEFAULT_MAX_NEW_TOKENS
 from specdec.errors import InvalidRequest
@@ -48,7 +47,7 @@ def encode_prompt(request: GenerationRequest, held: TokenIds, tokenizer: ServedT
             tokenizer.encode_chat([turn.as_dict() for turn in request.messages]),
             np.uint32,
         )
-        keep = common_prefix_len(held, whole)
+        keep = _common_prefix_len(held, whole)
         prompt = Prompt(keep, whole[keep:], "messages")
     elif request.token_ids is not None:
         prompt = Prompt(len(held), request.token_ids, "prompt_token_ids")
@@ -87,3 +86,9 @@ def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tok
         max_new_tokens=asked or min(DEFAULT_MAX_NEW_TOKENS, room),
         seed=request.sampling.seed if request.is_seeded else secrets.randbits(64),
     )
+
+
+def _common_prefix_len(held: TokenIds, whole: TokenIds) -> int:
+    shorter = min(len(held), len(whole))
+    differences = np.flatnonzero(held[:shorter] != whole[:shorter])
+    return int(differences[0]) if len(differences) else shorter

@@ -105,40 +105,42 @@ class Tails:
             return record
         if tail.is_whole_in(record):
             return replace(record, was_left=True)
+        lost = await self._missing_of(tail, session_id, record)
         # A lease of ours that nobody runs under was given back, and the store has forgotten that as well.
         owner = record.owner if self._leases.is_ours(record.owner) else ""
         lease = await self._leases.acquire(session_id, create=False, owner=owner)
-        try:
-            await self._repair(lease, record, tail)
-        finally:
-            await asyncio.shield(self._release(lease))
         self._tails[session_id] = replace(tail, lease=lease)
+        is_mended = False
+        try:
+            is_mended = await self._repair(lease, record, tail.request, lost)
+        finally:
+            await asyncio.shield(self._release(lease, left=is_mended or lease.was_left))
         return await self._store.load(session_id)
 
-    async def _repair(self, lease: Lease, record: SessionRecord, tail: Tail) -> None:
+    async def _missing_of(self, tail: Tail, session_id: str, record: SessionRecord) -> TokenIds:
+        """The tokens that the store lost. Raises SessionLost when what it holds is not what came before them."""
+        is_same_turn = record.request is not None and record.request.request_id == tail.request.request_id
+        stored = await self._store.read_tokens(session_id, tail.base)
+        is_prefix = record.num_tokens >= tail.base and np.array_equal(stored, tail.token_ids[: len(stored)])
+        # Of an older turn, what came before the remembered tokens may have been cut away since.
+        if not is_prefix or (tail.base > 0 and not is_same_turn):
+            raise SessionLost(
+                f"the store lost the end of session {session_id}: {record.num_tokens} of {tail.end} tokens are left"
+            )
+        return tail.token_ids[len(stored) :]
+
+    async def _repair(self, lease: Lease, record: SessionRecord, request: RequestRecord, lost: TokenIds) -> bool:
+        """Appends what was lost, unless another has written the session since `record`; returns whether it did."""
         held = await self._store.load(lease.session_id)
         if held is None or (held.num_tokens, held.request) != (record.num_tokens, record.request):
-            return  # another has written it meanwhile
-        is_same_turn = record.request is not None and record.request.request_id == tail.request.request_id
-        # A turn may have cut the session before its prompt, so that an older turn's tokens say nothing of the base.
-        if record.num_tokens < tail.base or (tail.base > 0 and not is_same_turn):
-            raise SessionLost(
-                f"the store lost the end of session {lease.session_id}: {record.num_tokens} of {tail.end} tokens left"
-            )
-        stored = await self._store.read_tokens(lease.session_id, tail.base)
-        kept = common_prefix_len(stored, tail.token_ids)
-        _log.warning("the store lost %d tokens of a session; appending them again", len(tail.token_ids) - kept)
-        await self._store.begin_request(lease, tail.request, keep=tail.base + kept, token_ids=tail.token_ids[kept:])
+            self.forget(lease.session_id)
+            return False
+        _log.warning("the store lost %d tokens of a session; appending them again", len(lost))
+        await self._store.begin_request(lease, request, keep=record.num_tokens, token_ids=lost)
+        return True
 
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: Lease, *, left: bool) -> None:
         try:
-            await self._store.release(lease)
+            await self._store.release(lease, left=left)
         except SpecdecError as error:
             _log.warning("releasing session %s after its repair failed: %s", lease.session_id, error)
-
-
-def common_prefix_len(first: TokenIds, second: TokenIds) -> int:
-    """How many tokens two sequences begin with alike."""
-    shorter = min(len(first), len(second))
-    differences = np.flatnonzero(first[:shorter] != second[:shorter])
-    return int(differences[0]) if len(differences) else shorter

@@ -137,12 +137,17 @@ async def test_a_living_owner_renews_its_lease_back_to_its_ttl_after_the_clock_j
     assert record.owner == "me"
 
 
-async def test_a_session_is_left_from_a_release_until_the_next_owner(
+async def test_a_session_is_left_from_a_release_until_its_next_owner_who_may_pass_it_on_unwritten(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     states = [await store.load(session_id)]
     await store.release(lease)
     states.append(await store.load(session_id))
-    await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    unused = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
     states.append(await store.load(session_id))
-    assert [state is not None and state.was_left for state in states] == [False, True, False]
+    await store.release(unused, left=unused.was_left)
+    states.append(await store.load(session_id))
+    failed = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    await store.release(failed, left=False)
+    states.append(await store.load(session_id))
+    assert [state is not None and state.was_left for state in states] == [False, True, False, True, False]

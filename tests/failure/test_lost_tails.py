@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from specdec.errors import SpecdecError
 from specdec.rpc.status import from_rpc_error
+from specdec.state.keys import pack_tokens, session_keys
 from specdec.state.store import SessionRecord
 from specdec.types import FinishReason
 from specdec.v1 import coordinator_pb2 as pb
@@ -123,6 +125,9 @@ async def test_a_coordinator_that_does_not_know_the_tail_refuses_by_name_until_t
         assert error.reason == "SESSION_LOST"
         assert str(num_left) in error.message
     assert str(HELD) in (await refusal_of(other, turn(HELD))).message
+    # Neither is a resumption that is refused a way around it.
+    for asked in (request(None, session_id="s", resume_from=NUM_TOKENS), turn()):
+        assert (await refusal_of(other, asked)).reason == "SESSION_LOST"
     assert (await record_of(rig)).num_tokens == num_left
     assert (await record_of(rig)).owner == ""
 
@@ -173,3 +178,18 @@ async def test_a_turn_that_was_left_is_followed_by_the_next_one_at_any_coordinat
         assert held[: len(PROMPT) + 3] == [*PROMPT, *output.token_ids[:3]]
         following = await second.generate(turn(max_new_tokens=5))
         assert following.token_ids == rig.target.worker.greedy_continuation([*held, *PROMPT], 5)
+
+
+async def test_what_is_no_beginning_of_the_remembered_tail_is_refused_and_stays_as_it_is() -> None:
+    async with Rig(drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        await coordinator.generate(turn())
+        log = session_keys("default", "s")[1]
+        run = rig.store._connection.run_command
+        await run("SET", log, pack_tokens(np.full(HELD - 10, 9, np.uint32)))
+        await refusal_of(coordinator, turn())
+        error = await refusal_of(coordinator, turn())
+        assert (error.reason, f"{HELD - 10} of {HELD} tokens" in error.message) == ("SESSION_LOST", True)
+        assert (await rig.store.read_tokens("s")).tolist() == [9] * (HELD - 10)
+        record = await record_of(rig)
+        assert (record.owner, record.request.turn) == ("", 0)
