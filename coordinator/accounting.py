@@ -26,6 +26,8 @@ class Account:
         self._began = began
         self._elapsed_before_s = stats.e2el_s
         self._last_chunk: float | None = None
+        if identity.parameters.target_changed and stats.num_rounds == 0:
+            metrics.observe_target_change()
 
     def count_round(self, outcome: RoundOutcome) -> None:
         """A round was decided."""

@@ -24,7 +24,15 @@ from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import Placement
 from coordinator.pool import ReplicaPools
 from coordinator.prompt import encode_prompt, resolve_sampling
-from coordinator.recovery import LoggedRequest, check_held, read_logged_request, record_of
+from coordinator.recovery import (
+    LoggedRequest,
+    check_expected,
+    check_held,
+    check_left,
+    check_same_request,
+    read_logged_request,
+    record_of,
+)
 from coordinator.requests import (
     Chunk,
     Finished,
@@ -34,11 +42,13 @@ from coordinator.requests import (
     RequestParameters,
 )
 from coordinator.round import RoundRunner, RoundSetting
+from coordinator.served_model import on_a_served_model, target_after
 from coordinator.session import Generation, GenerationParts
 from coordinator.stream import OutputStream, Subscription
+from coordinator.tails import Tails
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.tokens import SessionTokens
-from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
+from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
 from specdec.types import Mode, TokenIds
@@ -96,6 +106,7 @@ class Generations:
         self._metrics = metrics
         self._commits = CommitQueue(store)
         self._leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
+        self._tails = Tails(store, self._leases)
         self._placement = Placement(pools)
         self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
         self._running: dict[str, Generation] = {}
@@ -187,7 +198,7 @@ class Generations:
         identity = running.stream.identity
         if not _is_about(request, running):
             raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
-        _check_same_request(request, identity.request_id, identity.digest)
+        check_same_request(request, identity.request_id, identity.digest)
         num_held = request.resume_from or 0
         check_held(num_held, running.stream.num_tokens)
         if num_held >= running.stream.num_dropped_tokens:
@@ -196,7 +207,7 @@ class Generations:
         return running.subscribe(num_held, Chunk(0, output.token_ids, output.texts, None))
 
     async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
-        record = await self._store.load(request.session_id)
+        record = await self._tails.mend(request.session_id, await self._store.load(request.session_id))
         stored = record.request if record else None
         if request.resume_from is not None and stored is None:
             raise _no_session(request.session_id)
@@ -212,6 +223,8 @@ class Generations:
         self._check_serving()
         draft_pool = self._pools.route_draft(request.speculation.draft_pool)
         held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
+        check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
+        check_left(request, record)
         prompt = await asyncio.to_thread(encode_prompt, request, held, self._tokenizer)
         sampling = resolve_sampling(request, prompt, self._pools.max_context_tokens)
         identity = GenerationIdentity(
@@ -221,7 +234,9 @@ class Generations:
             turn=record.request.turn + 1 if record and record.request else 0,
             output_start=prompt.num_tokens,
             parameters=RequestParameters(
-                sampling, replace(request.speculation, draft_pool=draft_pool), self._pools.target_info.model_fingerprint
+                sampling,
+                replace(request.speculation, draft_pool=draft_pool),
+                *target_after(record.request if record else None, self._pools),
             ),
         )
         lease = await self._leases.acquire(session_id, create=record is None)
@@ -254,7 +269,7 @@ class Generations:
     async def _resume(self, stored: RequestRecord, request: GenerationRequest, began: float) -> Subscription:
         """Replays the session's last request from the log; if it is unfinished, carries on with it."""
         session_id, num_held = request.session_id, request.resume_from or 0
-        _check_same_request(request, stored.request_id, stored.request_digest)
+        check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
             logged = await self._read_log(session_id)
             check_held(num_held, len(logged.output.token_ids))
@@ -268,6 +283,7 @@ class Generations:
                 await self._store.release(lease)
                 return _replay(logged, num_held)
             self._check_not_draining()
+            logged = await on_a_served_model(logged, lease, self._store, self._pools)
         except BaseException:
             await asyncio.shield(self._give_up(lease, is_new=False))
             raise
@@ -323,12 +339,19 @@ class Generations:
         generation = Generation(identity, parts, beginning.replayed)
         self._running[identity.session_id] = generation
         self._metrics.request_running(+1)
-        generation.task.add_done_callback(lambda _: self._end(identity.session_id))
+        generation.task.add_done_callback(lambda _: self._end(generation, parts))
         return generation
 
-    def _end(self, session_id: str) -> None:
-        self._running.pop(session_id, None)
+    def _end(self, generation: Generation, parts: GenerationParts) -> None:
+        identity = generation.stream.identity
+        self._running.pop(identity.session_id, None)
         self._metrics.request_running(-1)
+        num_shown = generation.stream.num_tokens
+        if num_shown:
+            self._tails.remember(
+                parts.lease, identity, generation.stream.finish_reason, parts.account.stats,
+                parts.tokens, end=identity.output_start + num_shown,
+            )  # fmt: skip
 
     def _check_serving(self) -> None:
         if not self._pools.is_ready:
@@ -343,7 +366,7 @@ class Generations:
         """Undoes an admission that failed. What cannot be undone now expires by itself."""
         try:
             await self._forget_if(is_new, lease)
-            await self._store.release(lease)
+            await self._store.release(lease, left=lease.was_left)
         except SpecdecError as error:
             _log.warning("undoing an admission on session %s failed: %s", lease.session_id, error)
 
@@ -359,23 +382,13 @@ class Generations:
 
     async def _forget(self, session_id: str) -> None:
         self._placement.forget(session_id)
+        self._tails.forget(session_id)
         await self._store.delete(session_id)
         await self._pools.release(session_id)
 
 
 def _no_session(session_id: str) -> NotFound:
     return NotFound(f"session_id {session_id!r} is not a session", field="session_id")
-
-
-def _check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:
-    """A resumption may leave the request's id out, but not name another; a retry must ask the same."""
-    if request.request_id and request.request_id != request_id:
-        raise InvalidRequest(
-            f"request_id must be that of the session's last request, {request_id!r}, got {request.request_id!r}",
-            field="request_id",
-        )
-    if request.resume_from is None and request.digest != digest:
-        raise InvalidRequest(f"request_id {request_id!r} was used for another request", field="request_id")
 
 
 def _is_about(request: GenerationRequest, running: Generation) -> bool:

@@ -7,6 +7,7 @@ Not here: what a lease is (`specdec.state.store`), renewing one while a generati
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from contextlib import suppress
@@ -23,15 +24,21 @@ class Leases:
 
     def __init__(self, store: SessionStore, coordinator_id: str, ttl_s: float) -> None:
         self._store = store
-        self._coordinator_id = coordinator_id
         self._ttl_s = ttl_s
+        # Of this process: another one may have been given the same id.
+        self._owner_prefix = f"{coordinator_id}:{secrets.token_hex(8)}:"
+        self._nonces = itertools.count()
 
-    async def acquire(self, session_id: str, *, create: bool) -> Lease:
-        """Takes a session that nobody holds. Raises as `SessionStore.acquire`.
+    def is_ours(self, owner: str) -> bool:
+        """Whether a lease was taken by this process."""
+        return owner.startswith(self._owner_prefix)
+
+    async def acquire(self, session_id: str, *, create: bool, owner: str = "") -> Lease:
+        """Takes a session that nobody holds, or that `owner` did. Raises as `SessionStore.acquire`.
 
         Cancelling leaves no lease behind, and no session that was made for it.
         """
-        owner = f"{self._coordinator_id}:{secrets.token_hex(8)}"
+        owner = owner or f"{self._owner_prefix}{next(self._nonces)}"
         taking = asyncio.ensure_future(self._store.acquire(session_id, owner=owner, ttl_s=self._ttl_s, create=create))
         try:
             return await asyncio.shield(taking)
@@ -46,7 +53,7 @@ class Leases:
             record = await self._store.load(lease.session_id)
             if record is not None and record.request is None:
                 await self._store.delete(lease.session_id)
-            await self._store.release(lease)
+            await self._store.release(lease, left=lease.was_left)
 
     async def take_over(self, session_id: str) -> Lease:
         """Takes a session with an unfinished request, waiting as long as a dead owner's lease may still live.

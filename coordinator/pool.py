@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from specdec.errors import NotFound, SpecdecError, Unavailable, Unsupported, VocabularyMismatch
@@ -20,6 +21,9 @@ from specdec.types import EngineInfo
 
 DRAFT = "draft"
 TARGET = "target"
+
+#: Least time between two looks at the replicas, however often they are in doubt.
+MIN_POLL_INTERVAL_S = 0.05
 
 #: How long a replica may take to describe itself before it counts as dead.
 DESCRIBE_TIMEOUT_S = 5.0
@@ -45,10 +49,18 @@ class Replica(Generic[LinkT]):
         self._new_sessions = 0
         self._complaint = ""
         """What was last logged against it since it last fitted."""
+        self.on_doubt: Callable[[], None] = lambda: None
+        """Called when it may be another one than it said it is."""
+        link.on_meeting = self._meet
 
     @property
     def pool(self) -> str:
         return self.info.pool if self.info else ""
+
+    @property
+    def model(self) -> str:
+        """Fingerprint of the model it said it serves; no other one may answer our calls."""
+        return self.info.model_fingerprint if self.info else ""
 
     @property
     def takes_sessions(self) -> bool:
@@ -66,6 +78,7 @@ class Replica(Generic[LinkT]):
         """Takes the replica out of use until it answers again."""
         if self.is_alive:
             _log.warning("%s replica %s failed: %s", self.role, self.address, error)
+            self.on_doubt()
         elif self.info is None and not self._complaint:
             self._complaint = str(error) or type(error).__name__
             _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._complaint)
@@ -82,6 +95,12 @@ class Replica(Generic[LinkT]):
                 error.message,
                 extra={"refused": self.address, "code": error.code, "reason": error.reason},
             )
+
+    def _meet(self, incarnation: str) -> None:
+        """A stream to it has opened."""
+        if self.info is not None and incarnation != self.info.incarnation:
+            _log.info("%s replica %s is another process than before", self.role, self.address)
+            self.on_doubt()
 
     async def describe(self, vocabulary_fingerprint: str) -> None:
         """Asks the replica what it is; afterwards it is alive.
@@ -105,6 +124,14 @@ class Replica(Generic[LinkT]):
             )
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
+        if self.info is not None and info.model_fingerprint != self.model:
+            _log.warning(
+                "%s replica %s serves model %s now, %s before",
+                self.role,
+                self.address,
+                info.model_fingerprint,
+                self.model,
+            )
         self.info = info
         self.is_alive = True
         self._new_sessions = 0
@@ -146,6 +173,7 @@ class ReplicaPools:
         self._was_ready = False
         self._has_been_ready = False
         self._last_target_info: EngineInfo | None = None
+        self._doubt = asyncio.Event()
 
     def targets(self) -> list[TargetReplica]:
         """Every target replica that ever described itself, alive or not, by address."""
@@ -181,6 +209,10 @@ class ReplicaPools:
         if self._last_target_info is None:
             raise Unavailable("no target replica has been connected yet")
         return self._last_target_info
+
+    def serves(self, target_fingerprint: str) -> bool:
+        """Whether a live target replica has this model."""
+        return any(replica.is_alive and replica.model == target_fingerprint for replica in self.targets())
 
     @property
     def max_context_tokens(self) -> int:
@@ -219,6 +251,7 @@ class ReplicaPools:
             await self._replicas.pop(key).link.close()
         for key in endpoints - self._replicas.keys():
             self._replicas[key] = _open_replica(*key)
+            self._replicas[key].on_doubt = self._doubt.set
         await asyncio.gather(*(self._check(key, replica) for key, replica in list(self._replicas.items())))
         if self.is_ready != self._was_ready:
             self._was_ready, self._has_been_ready = self.is_ready, True
@@ -226,10 +259,14 @@ class ReplicaPools:
                 await self._on_readiness(self._was_ready)
 
     async def watch(self) -> None:
-        """Polls for ever. Raises as `poll` does."""
+        """Polls for ever, at once where a replica is in doubt. Raises as `poll` does."""
         while True:
+            self._doubt.clear()
             await self.poll()
-            await asyncio.sleep(self._poll_interval_s)
+            await asyncio.sleep(min(MIN_POLL_INTERVAL_S, self._poll_interval_s))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_interval_s - MIN_POLL_INTERVAL_S):
+                    await self._doubt.wait()
 
     async def close(self) -> None:
         """Closes every connection. Idempotent."""

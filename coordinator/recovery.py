@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from coordinator.output import OutputStep, OutputWriter
 from coordinator.requests import (
     GenerationIdentity,
+    GenerationRequest,
     GenerationStats,
     RequestParameters,
     SpeculationChoice,
 )
 from coordinator.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, SessionLost
-from specdec.state.store import RequestRecord, SessionStore
+from specdec.errors import InvalidRequest, NotFound, SessionLost
+from specdec.state.store import RequestRecord, SessionRecord, SessionStore
 from specdec.types import FinishReason, LawParams, Mode, SamplingParams
 
 
@@ -69,11 +70,48 @@ async def read_logged_request(
     )
 
 
+def check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:
+    """A resumption may leave the request's id out, but not name another; a retry must ask the same."""
+    if request.request_id and request.request_id != request_id:
+        raise InvalidRequest(
+            f"request_id must be that of the session's last request, {request_id!r}, got {request.request_id!r}",
+            field="request_id",
+        )
+    if request.resume_from is None and request.digest != digest:
+        raise InvalidRequest(f"request_id {request_id!r} was used for another request", field="request_id")
+
+
 def check_held(num_held: int, num_output: int) -> None:
     """Raises SessionLost when the caller holds more output tokens than the log does."""
     if num_held > num_output:
         raise SessionLost(
             f"resume_from must be at most the {num_output} tokens of the output, got {num_held}", field="resume_from"
+        )
+
+
+def check_expected(expected: int | None, session_id: str, num_held: int | None) -> None:
+    """Raises SessionLost when a session, if there is one (else None), holds another number of tokens than expected."""
+    if expected is not None and expected != (num_held or 0):
+        found = "it is gone, so that it holds 0" if num_held is None else f"it holds {num_held}"
+        raise SessionLost(
+            f"session {session_id} was expected to hold {expected} tokens, {found}", field="expected_session_tokens"
+        )
+
+
+def check_left(request: GenerationRequest, record: SessionRecord | None) -> None:
+    """Raises SessionLost where a turn would be appended to one that neither ended nor was left.
+
+    Its owner died, or the store lost its end: nobody here knows which. A caller that sends the whole conversation, or
+    says how many tokens the session holds, does not build on what may be lost.
+    """
+    if record is None or record.request is None or record.request.finish_reason is not None or record.was_left:
+        return
+    if request.messages is None and request.expected_session_tokens is None:
+        raise SessionLost(
+            f"the last request of session {record.session_id}, {record.request.request_id!r}, has not ended, and the "
+            f"{record.num_tokens} tokens of the session may lack its last ones: resume it, or say "
+            "expected_session_tokens",
+            field="expected_session_tokens",
         )
 
 
@@ -110,6 +148,7 @@ def encode_parameters(parameters: RequestParameters) -> str:
             "sampling": flat | {"law": law},
             "speculation": asdict(parameters.speculation),
             "target_fingerprint": parameters.target_fingerprint,
+            "target_changed": parameters.target_changed,
         }
     )
 
@@ -128,7 +167,12 @@ def decode_parameters(text: str) -> RequestParameters:
         "stop_token_ids": tuple(sampling["stop_token_ids"]),
     }
     speculation |= {"mode": Mode(speculation["mode"])}
-    return RequestParameters(SamplingParams(**sampling), SpeculationChoice(**speculation), fields["target_fingerprint"])
+    return RequestParameters(
+        SamplingParams(**sampling),
+        SpeculationChoice(**speculation),
+        fields["target_fingerprint"],
+        fields.get("target_changed", False),  # a request that an older version stored does not say
+    )
 
 
 def encode_stats(stats: GenerationStats) -> str:

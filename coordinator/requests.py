@@ -57,6 +57,8 @@ class GenerationRequest:
     messages: tuple[ChatTurn, ...] | None = None
     resume_from: int | None = None
     """Output tokens the caller already holds."""
+    expected_session_tokens: int | None = None
+    """What the session must hold where a new turn begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,9 @@ class RequestParameters:
     speculation: SpeculationChoice
     """Resolved: `draft_pool` is the pool routed to, or "" where there is none."""
     target_fingerprint: str
-    """Of the target model: no failover and no resumption may change it."""
+    """Of the target model: no failover and no resumption may change it once a token was shown."""
+    target_changed: bool = False
+    """The session's turn before was another target model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,8 @@ class Started:
     request_id: str
     num_prompt_tokens: int
     seed: int
+    target_fingerprint: str
+    target_changed: bool
 
 
 class Chunk(NamedTuple):

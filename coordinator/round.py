@@ -182,7 +182,9 @@ class RoundRunner:
             proposal = await self._ask(
                 replica,
                 round_id,
-                lambda position: replica.link.propose(ProposeRequest(position, gamma), wire, deadline_s=deadline_s),
+                lambda position: replica.link.propose(
+                    ProposeRequest(position, gamma), wire, model=replica.model, deadline_s=deadline_s
+                ),
             )
             check_proposal(
                 proposal,
@@ -218,7 +220,9 @@ class RoundRunner:
                 verification = await self._ask(
                     replica,
                     round_id,
-                    lambda position, link=replica.link: link.verify(self._verify_request(position, proposal), wire),
+                    lambda position, link=replica.link: link.verify(
+                        self._verify_request(position, proposal), wire, model=self._replicas.target_fingerprint
+                    ),
                 )
                 check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
                 replica.num_answered += 1

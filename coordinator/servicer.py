@@ -150,6 +150,8 @@ def _encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.Genera
                 request_id=event.request_id,
                 num_prompt_tokens=event.num_prompt_tokens,
                 seed=event.seed,
+                target_fingerprint=event.target_fingerprint,
+                target_changed=event.target_changed,
             )
         )
     return coordinator_pb2.GenerateResponse(finished=_encode_finished(event))

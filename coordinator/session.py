@@ -244,7 +244,8 @@ class Generation:
         try:
             if error is not None and not self.stream.num_tokens and not self.is_cancelled:
                 await self._parts.on_barren_failure()
-            await self._parts.store.release(self._parts.lease)
+            # A log shorter than what was shown is not left in order.
+            await self._parts.store.release(self._parts.lease, left=not isinstance(error, SessionLost))
         except SpecdecError as failure:
             _log.warning("cleaning up a generation failed: %s", failure)
 

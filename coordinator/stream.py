@@ -15,6 +15,7 @@ from typing import Any
 from coordinator.output import OutputStep
 from coordinator.requests import Chunk, Event, Finished, GenerationIdentity, Provenance, Started
 from specdec.errors import ResourceExhausted, SpecdecError
+from specdec.types import FinishReason
 
 #: Output tokens that are kept for readers who are slower than the generation; the session's log holds them all.
 MAX_BUFFERED_TOKENS = 2048
@@ -41,6 +42,11 @@ class OutputStream:
     def num_dropped_tokens(self) -> int:
         """Output tokens that only the log still has."""
         return self._chunks[0].start if self._chunks else 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None until it ended well."""
+        return None if self._finished is None else self._finished.reason
 
     @property
     def is_over(self) -> bool:
@@ -81,9 +87,14 @@ class OutputStream:
             SpecdecError: what ended the generation early, after everything that was published before.
             ResourceExhausted: the token at `position` is not kept any more; the stream can be resumed from the log.
         """
-        identity = self.identity
+        identity, parameters = self.identity, self.identity.parameters
         yield Started(
-            identity.session_id, identity.request_id, identity.output_start, identity.parameters.sampling.seed
+            identity.session_id,
+            identity.request_id,
+            identity.output_start,
+            parameters.sampling.seed,
+            parameters.target_fingerprint,
+            parameters.target_changed,
         )
         if (replayed := reader.replayed) is not None and replayed.end > position:
             yield replayed.since(position)

@@ -23,6 +23,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 MAX_ID_CHARACTERS = 128
+MAX_TASK_CHARACTERS = 64
 MAX_MESSAGES = 4096
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -69,6 +70,9 @@ def validate_request(message: coordinator_pb2.GenerateRequest, limits: ServingLi
         token_ids=_prompt_token_ids(message.prompt_token_ids.ids, limits) if kind == "prompt_token_ids" else None,
         messages=validate_messages(message.messages) if kind == "messages" else None,
         resume_from=resume_from,
+        expected_session_tokens=message.expected_session_tokens
+        if message.HasField("expected_session_tokens")
+        else None,
     )
 
 
@@ -230,6 +234,8 @@ def _speculation(params: coordinator_pb2.SpeculationParams, limits: ServingLimit
     gamma = params.gamma if params.HasField("gamma") else None
     if gamma is not None and gamma > limits.max_gamma:
         raise _invalid("speculation.gamma", f"must be at most {limits.max_gamma}, got {gamma}")
+    if len(params.task) > MAX_TASK_CHARACTERS:
+        raise _invalid("speculation.task", f"must be at most {MAX_TASK_CHARACTERS} characters, got {len(params.task)}")
     mode = Mode(params.mode) if params.mode else limits.default_mode
     return SpeculationChoice(mode=mode, gamma=gamma, draft_pool=params.draft_pool)
 
@@ -238,6 +244,6 @@ def _digest(message: coordinator_pb2.GenerateRequest) -> str:
     """Hash of what decides the output, so that a retry may differ in what it wants to see of it."""
     asked = coordinator_pb2.GenerateRequest()
     asked.CopyFrom(message)
-    for field in ("session_id", "request_id", "return_provenance", "resume_from"):
+    for field in ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens"):
         asked.ClearField(field)
     return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).hexdigest()

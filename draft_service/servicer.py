@@ -35,7 +35,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
 
     async def Propose(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
-        await self._frames.serve(request_iterator, context.write)
+        await self.serve(request_iterator, context)
 
     async def answer(self, item: draft_pb2.ProposeRequest) -> Answered:
         request = codec.decode_propose_request(item, self._limits)

@@ -58,13 +58,15 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         ) from error
 
 
-def checkpoint_fingerprint(directory: Path) -> str:
-    """Hash of a checkpoint's configuration and weights: 32 hex digits.
+def checkpoint_fingerprint(directory: Path, *served_as: str) -> str:
+    """Hash of a checkpoint's configuration and weights, and of how it is served: 32 hex digits.
+
+    Another dtype or another tokenizer make another model: what it says of the same text differs.
 
     Small weight files count whole; of large ones the size, the header and evenly spaced samples, so that a change of
     a few numbers in the middle of a huge file may go unseen, another training run never.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(repr(served_as).encode(), digest_size=16)
     digest.update((directory / "config.json").read_bytes())
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         size = path.stat().st_size

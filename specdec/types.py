@@ -238,3 +238,5 @@ class EngineInfo:
     draining: bool
     dtype: str
     device: str
+    incarnation: str = ""
+    """Of the process: another one after every start, whatever its replica id; "" where nobody serves it yet."""

@@ -35,7 +35,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
 
     async def Verify(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
-        await self._frames.serve(request_iterator, context.write)
+        await self.serve(request_iterator, context)
 
     async def answer(self, item: target_pb2.VerifyRequest) -> Answered:
         request = codec.decode_verify_request(item, self._limits)

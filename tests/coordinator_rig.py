@@ -88,11 +88,12 @@ async def start_service(
     pool: str = "default",
     vocabulary: str = "table",
     between: Callable[[Any], Any] = lambda engine: engine,
+    **engine_options: Any,
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, salt=salt, vocabulary=vocabulary)
     options = {"pool": pool, "replica_id": f"{role}-{salt}", "model": "table", "max_gamma": 8}
-    engine = Proposer(worker, **options) if role == DRAFT else Verifier(worker, **options)
+    engine = (Proposer if role == DRAFT else Verifier)(worker, **options, **engine_options)
     metrics = EngineMetrics("table", role=role)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
     server = ServiceServer(listen, service_names=(DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE,))
@@ -159,7 +160,9 @@ class Output:
 class Rig:
     """Services, a store, and coordinators on them. Use as an async context manager."""
 
-    def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1) -> None:
+    def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1, store_url: str = "") -> None:
+        """`store_url`: of the session store; one of its own in memory if empty."""
+        self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
         self._counts = {TARGET: targets, DRAFT: drafts}
         self._draft_salt = draft_salt
         self._directory = tempfile.TemporaryDirectory()
@@ -171,7 +174,7 @@ class Rig:
         directory = Path(self._directory.name)
         write_tokenizer(directory)
         self.tokenizer = ServedTokenizer(str(directory))
-        self.store = open_store(f"memory://{secrets.token_hex(8)}")
+        self.store = open_store(self._store_url)
         for role, count in self._counts.items():
             for _ in range(count):
                 self.services.append(await start_service(role, salt=self._draft_salt if role == DRAFT else 0))

@@ -5,6 +5,7 @@ Import the fixtures into a conftest: `from tests.redis_fixture import redis_serv
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from redis.retry import Retry
 
 
 class RedisServer:
-    """One `redis-server` process without persistence."""
+    """One `redis-server` process, without persistence unless it keeps a log of its writes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, keeps_log: bool = False) -> None:
+        self._keeps_log = keeps_log
         self._socket = directory / "redis.sock"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -33,7 +35,8 @@ class RedisServer:
         program = shutil.which("redis-server")
         if program is None:
             pytest.fail("redis-server is not installed: apt-get install redis-server")
-        quiet = ["--save", "", "--appendonly", "no", "--loglevel", "warning"]
+        kept = ["--appendonly", "yes", "--appendfsync", "always"] if self._keeps_log else ["--appendonly", "no"]
+        quiet = ["--save", "", *kept, "--loglevel", "warning"]
         self._process = subprocess.Popen(
             [program, "--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._directory), *quiet],
             stdout=subprocess.DEVNULL,
@@ -41,6 +44,15 @@ class RedisServer:
         # The client's own retries are the wait for the socket to appear.
         with redis.Redis.from_url(self.url, retry=Retry(ConstantBackoff(0.02), 500)) as client:
             client.ping()
+
+    def restart_without_its_last(self, num_bytes: int) -> None:
+        """Crashes and comes back with a log of writes that many bytes shorter, as after a lost page cache."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        (log,) = (self._directory / "appendonlydir").glob("*.incr.aof")
+        os.truncate(log, max(0, log.stat().st_size - num_bytes))
+        self.start()
 
     def stop(self) -> None:
         """Ends the process; what it held is lost."""

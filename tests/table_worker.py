@@ -31,12 +31,12 @@ class TableWorker:
         salt: int = 0,
         vocabulary: str = "table",
     ) -> None:
-        """`salt` makes another model; equal parameters make the same one. `vocabulary` is only reported."""
+        """`salt` makes another model; equal parameters make the same one. `vocabulary` is only told."""
         self.shape = ModelShape(
             vocabulary_size=vocabulary_size,
             max_context_tokens=context,
             eos_token_ids=(1,),
-            model_fingerprint=f"table-{salt}",
+            model_fingerprint=f"table-{salt}-{vocabulary}",
             vocabulary_fingerprint=vocabulary,
             num_kv_blocks=num_blocks,
             dtype="float32",

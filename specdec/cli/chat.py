@@ -10,12 +10,13 @@ import contextlib
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from specdec.cli.generate import BUDGETS, add_request_flags, request_options
 from specdec.cli.terminal import TokenWriter, closing_line, wants_colour
 from specdec.client import ChatMessage, Client, Stream
-from specdec.errors import SpecdecError
+from specdec.errors import SessionLost, SpecdecError
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
@@ -41,11 +42,17 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: _Inter
                 if not line.strip():
                     continue
                 messages.append({"role": "user", "content": line})
-                options = request_options(args)
-                with client.generate(
-                    messages=messages, session_id=session_id, stream=True, provenance=True, **options
-                ) as stream:
-                    messages.append({"role": "assistant", "content": _answer(stream, writer, interrupts)})
+                ask = partial(
+                    client.generate, messages=messages, session_id=session_id, stream=True, provenance=True,
+                    **request_options(args),
+                )  # fmt: skip
+                try:
+                    text = _answer(ask(), writer, interrupts)
+                except SessionLost as error:  # the messages still hold the conversation
+                    print(f"{error.message}; asking again with the whole conversation", file=sys.stderr)
+                    client.delete_session(session_id)
+                    text = _answer(ask(), writer, interrupts)
+                messages.append({"role": "assistant", "content": text})
         finally:
             with contextlib.suppress(SpecdecError):  # the server forgets idle sessions by itself as well
                 client.delete_session(session_id)
@@ -62,7 +69,7 @@ def _answer(stream: Stream, writer: TokenWriter, interrupts: _Interrupts) -> str
         is_stopped = True
         stream.close()
 
-    with interrupts(stop):
+    with interrupts(stop), stream:
         for chunk in stream:
             texts.append(chunk.text)
             writer.write(chunk)

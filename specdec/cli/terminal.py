@@ -76,7 +76,7 @@ def tokens_per_s(completion: Completion) -> float:
 def closing_line(completion: Completion) -> str:
     """rounds, alpha (accepted / tested), tau (tokens a round), tokens/s of one output with provenance.
 
-    Alpha is "n/a" where no draft token was tested.
+    Alpha is "n/a" where no draft token was tested. A conversation that another target model goes on with says so.
     """
     sources = [detail.source for detail in completion.details]
     num_accepted = sources.count(TokenSource.ACCEPTED)
@@ -84,4 +84,5 @@ def closing_line(completion: Completion) -> str:
     alpha = f"{num_accepted / num_tested:.2f}" if num_tested else "n/a"
     num_rounds = completion.stats.num_rounds
     tau = f"{completion.usage.num_output_tokens / num_rounds:.2f}" if num_rounds else "n/a"
-    return f"rounds {num_rounds}  alpha {alpha}  tau {tau}  {tokens_per_s(completion):.1f} tokens/s"
+    changed = "  (another target model than before)" if completion.target_changed else ""
+    return f"rounds {num_rounds}  alpha {alpha}  tau {tau}  {tokens_per_s(completion):.1f} tokens/s{changed}"

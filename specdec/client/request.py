@@ -46,6 +46,9 @@ class GenerateOptions(TypedDict, total=False):
     """Input as the whole conversation, oldest first, instead of text."""
     session_id: str | None
     """Continues this session; a new one otherwise."""
+    expected_session_tokens: int | None
+    """Tokens the session should hold before this turn, else SessionLost; 0: it should be new. A client that had the
+    session's last answer says it by itself."""
     request_id: str | None
     """Idempotency key within the session; made by the client otherwise."""
     max_new_tokens: int | None
@@ -71,6 +74,8 @@ class GenerateOptions(TypedDict, total=False):
     gamma: int | None
     """Draft tokens a round; chosen by the server otherwise."""
     draft_pool: str | None
+    task: str | None
+    """A label of the kind of request, for statistics; at most 64 characters."""
     provenance: bool | None
     """Fills `Chunk.details`: source, p, q, draft pool and text of each token."""
 
@@ -90,6 +95,8 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
     request = pb.GenerateRequest(return_provenance=bool(options.get("provenance")))
     _assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex, "")
     _assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex, "")
+    if options.get("expected_session_tokens") is not None:
+        _assign(request, "expected_session_tokens", options.get("expected_session_tokens"), "")
     _set_input(request, prompt, options)
     _set_sampling(request.sampling, options)
     _set_speculation(request.speculation, options)
@@ -168,6 +175,8 @@ def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions
         _assign(speculation, "gamma", options.get("gamma"), "speculation.")
     if options.get("draft_pool"):
         _assign(speculation, "draft_pool", options.get("draft_pool"), "speculation.")
+    if options.get("task"):
+        _assign(speculation, "task", options.get("task"), "speculation.")
 
 
 def _assign(message: Any, name: str, value: Any, prefix: str) -> None:

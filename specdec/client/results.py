@@ -85,11 +85,16 @@ class Completion:
     stats: GenerationStats
     details: tuple[TokenDetail, ...] = ()
     """One per token when provenance was asked for, else empty."""
+    target_fingerprint: str = ""
+    """Of the model that decided every token."""
+    target_changed: bool = False
+    """The session's turn before was another target model's."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that `specdec generate --json` prints: the proto's field names, no details."""
+        """The object that `specdec generate --json` prints: the proto's field names, without details and target."""
         fields = asdict(self)
-        del fields["details"]
+        for name in ("details", "target_fingerprint", "target_changed"):
+            del fields[name]
         fields["token_ids"] = list(self.token_ids)
         fields["stats"]["accepted_per_position"] = list(self.stats.accepted_per_position)
         return fields

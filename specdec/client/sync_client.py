@@ -15,6 +15,7 @@ import tenacity
 from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
 from specdec.client.request import ChatMessage, GenerateOptions, build_request, build_tokenize_request
 from specdec.client.results import Chunk, Completion, ServerInfo, Session, read_server_info, read_session
+from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
@@ -46,6 +47,16 @@ class Stream(Iterator[Chunk]):
     @property
     def request_id(self) -> str:
         return self._transcript.request_id
+
+    @property
+    def target_fingerprint(self) -> str:
+        """Of the model that decides every token; "" before the first chunk."""
+        return self._transcript.target_fingerprint
+
+    @property
+    def target_changed(self) -> bool:
+        """Whether the session's turn before was another target model's; False before the first chunk."""
+        return self._transcript.target_changed
 
     def __next__(self) -> Chunk:
         """The next chunk.
@@ -121,6 +132,7 @@ class Client:
         self._budgets = budgets or Budgets()
         self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         self._stub = CoordinatorServiceStub(self._channel)
+        self._sizes = SessionSizes()
 
     @overload
     def generate(
@@ -137,7 +149,9 @@ class Client:
     ) -> Stream | Completion:
         """Generates from a prompt, token ids or messages (exactly one), in a new session or the next turn of one.
 
-        Idempotent: the client sends session and request ids of its own, so retries join what they began.
+        Idempotent: the client sends session and request ids of its own, so retries join what they began. The next turn
+        of a session says how many tokens the last answer left in it, so that a session that was lost meanwhile is
+        SessionLost; `delete_session`, or `expected_session_tokens=0`, begins it anew.
 
         Args:
             prompt: text, appended to what the session holds.
@@ -148,7 +162,12 @@ class Client:
             SpecdecError: InvalidRequest here and now for what does not fit a message; a stream raises the rest when
                 it is iterated.
         """
-        made = Stream(self._stub.Generate, Transcript(build_request(prompt, options)), self._endpoint, self._budgets)
+        made = Stream(
+            self._stub.Generate,
+            Transcript(self._sizes.state(build_request(prompt, options)), self._sizes),
+            self._endpoint,
+            self._budgets,
+        )
         if stream:
             return made
         with made:
@@ -157,7 +176,7 @@ class Client:
     def resume(self, session_id: str, resume_from: int, *, provenance: bool = False) -> Stream:
         """Streams the session's last request from output token `resume_from` on."""
         request = pb.GenerateRequest(session_id=session_id, resume_from=resume_from, return_provenance=provenance)
-        return Stream(self._stub.Generate, Transcript(request), self._endpoint, self._budgets)
+        return Stream(self._stub.Generate, Transcript(request, self._sizes), self._endpoint, self._budgets)
 
     def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Reads a session's record. Raises NotFound for an unknown one."""
@@ -166,6 +185,7 @@ class Client:
 
     def delete_session(self, session_id: str) -> None:
         """Frees the session everywhere. Idempotent; an unknown id is fine."""
+        self._sizes.forget(session_id)
         self._ask(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
 
     def tokenize(self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from specdec.client.results import (
     read_stats,
     read_usage,
 )
+from specdec.client.sessions import SessionSizes
 from specdec.errors import Internal
 from specdec.v1 import coordinator_pb2 as pb
 
@@ -26,10 +27,18 @@ class Transcript:
     the request itself resumes an earlier one.
     """
 
-    def __init__(self, request: pb.GenerateRequest) -> None:
-        """`request` carries a session id and, unless it resumes, a request id of the client's own."""
+    def __init__(self, request: pb.GenerateRequest, sizes: SessionSizes) -> None:
+        """
+        Args:
+            request: carries a session id and, unless it resumes, a request id of the client's own.
+            sizes: told what the session holds.
+        """
         self.request = request
         self.request_id = request.request_id
+        self.target_fingerprint = ""
+        """Of the target model, once the server has begun."""
+        self.target_changed = False
+        self._sizes = sizes
         self._first = request.resume_from
         self._token_ids: list[int] = []
         self._texts: list[str] = []
@@ -73,9 +82,14 @@ class Transcript:
         event = response.WhichOneof("event")
         if event == "finished":
             self._finished = response.finished
+            usage = response.finished.usage
+            self._sizes.learn(self.request.session_id, usage.num_prompt_tokens + usage.num_output_tokens)
             return None
         if event == "started":
             self.request_id = response.started.request_id
+            self.target_fingerprint = response.started.target_fingerprint
+            self.target_changed = response.started.target_changed
+            self._sizes.forget(self.request.session_id)
         if event != "tokens":
             return None
         chunk = read_chunk(response.tokens)
@@ -106,4 +120,6 @@ class Transcript:
             usage=read_usage(self._finished.usage),
             stats=read_stats(self._finished.stats),
             details=tuple(self._details),
+            target_fingerprint=self.target_fingerprint,
+            target_changed=self.target_changed,
         )

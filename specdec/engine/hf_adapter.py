@@ -102,14 +102,16 @@ def load_worker(
         memory = DeviceMemory.of(torch_device)
         kv_cache_bytes = kv_pool_bytes(memory, utilization=gpu_memory_utilization, kv_share=kv_share)
     blocks = _pool_blocks(block_bytes(shapes, torch_dtype), context, kv_cache_bytes, num_kv_blocks)
+    vocabulary = vocabulary_fingerprint(token_to_id)
+    served_dtype = "int8" if is_int8 else str(torch_dtype).removeprefix("torch.")
     shape = ModelShape(
         vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
         max_context_tokens=min(context, blocks * BLOCK_TOKENS),
         eos_token_ids=_eos_token_ids(loaded),
-        model_fingerprint=checkpoint_fingerprint(directory),
-        vocabulary_fingerprint=vocabulary_fingerprint(token_to_id),
+        model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
+        vocabulary_fingerprint=vocabulary,
         num_kv_blocks=blocks,
-        dtype="int8" if is_int8 else str(torch_dtype).removeprefix("torch."),
+        dtype=served_dtype,
         device=str(torch_device),
     )
     # The last block is the captured steps' own: what they store of padding.

@@ -36,6 +36,9 @@ class CoordinatorMetrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests admitted but not started.")
         self._success = self._counter("request_success", "Requests that finished, by reason.", "finished_reason")
         self._failures = self._counter("request_failures", "Requests that failed, by error reason.", "reason")
+        self._target_changes = self._counter(
+            "target_changes", "Turns on another target model than their session's turn before."
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that needed no forward pass.")
         self._output_tokens = self._counter_tally("generation_tokens", "Tokens emitted.")
@@ -59,6 +62,10 @@ class CoordinatorMetrics:
     def request_running(self, change: int) -> None:
         """`change` +1 when a request starts, -1 when it ends in any way."""
         self._running.inc(change)
+
+    def observe_target_change(self) -> None:
+        """A turn began on another target model than its session's turn before."""
+        self._target_changes.inc()
 
     def observe_tokens(self, num_tokens: int, since_last_s: float | None) -> None:
         """A chunk was emitted, `since_last_s` after the one before it (None for the first).

@@ -3,7 +3,8 @@
 A link keeps one bidirectional stream open and multiplexes any number of calls on it: what is asked within one turn of
 the event loop travels in one frame, and replies come back in any order; those of a frame are decoded together. A link
 dials when first used and again after a break; it does not retry calls, because only the round loop knows what a late
-answer is worth.
+answer is worth. A stream is one model's (`identity`): a call that is meant for a model is never answered by another,
+whatever process listens at the address by then.
 
 Not here: choosing replicas, deadlines, retries (the coordinator). Called by the coordinator, and by tests.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -23,6 +25,7 @@ from specdec.rpc import codec, replies, status
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.calls import OpenCalls, PendingCall, StrayAnswer, WireCount
 from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items, split_items
+from specdec.rpc.identity import check_answering, meant_for
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -70,6 +73,7 @@ class _Stream:
         items_of: Callable[[bytes], Sequence[tuple[Any, int]]],
         decode: Callable[[list[Any], list[Any]], Sequence[Any]],
         address: str,
+        meet: Callable[[Any], None],
     ) -> None:
         """
         Args:
@@ -77,11 +81,13 @@ class _Stream:
             items_of: the replies of a frame with their sizes in bytes; raises DecodeError.
             decode: the answers that replies of one frame give to their requests.
             address: of the replica.
+            meet: told the metadata of who answers, before any of its answers is; raises Unavailable to take none.
         """
         self._call = call
         self._items_of = items_of
         self._decode = decode
         self._address = address
+        self._meet = meet
         self._loop = asyncio.get_running_loop()
         self._calls = OpenCalls()
         self._outbox: deque[PendingCall] = deque()
@@ -131,8 +137,12 @@ class _Stream:
 
     async def _read(self) -> str:
         """Hands out replies until the stream ends; returns why it did."""
+        has_met = False
         try:
             while (frame := await self._call.read()) is not grpc.aio.EOF:
+                if not has_met:  # a call that fails before its first frame has better news than its metadata
+                    self._meet(await self._call.initial_metadata())
+                    has_met = True
                 self._deliver(frame)
         except grpc.aio.AioRpcError as error:
             return status.from_rpc_error(error, peer=self._address).message
@@ -140,6 +150,8 @@ class _Stream:
             return f"{self._address}: the replica sent what is no frame: {error}"
         except StrayAnswer as error:
             return f"{self._address}: the replica {error}"
+        except Unavailable as error:
+            return f"{self._address}: {error.message}"
         return f"{self._address}: the replica closed the stream"
 
     def _deliver(self, frame: bytes) -> None:
@@ -217,8 +229,11 @@ class _Link(Generic[RequestT, ReplyT]):
         self._max_message_bytes = max_message_bytes
         self._call_timeout_s = call_timeout_s
         self._channel: grpc.aio.Channel | None = None
-        self._stream: _Stream | None = None
+        self._streams: dict[str, _Stream] = {}
+        """By the model they are meant for."""
         self._closed = False
+        self.on_meeting: Callable[[str], None] = lambda incarnation: None
+        """Told, once a stream, the incarnation of the process that answers it."""
 
     # What a subclass fills in.
     _stream_method: str
@@ -238,8 +253,10 @@ class _Link(Generic[RequestT, ReplyT]):
         """The replies of one frame; a malformed one is its own error."""
         raise NotImplementedError
 
-    async def _ask(self, request: RequestT, wire: WireCount | None, deadline_s: float | None = None) -> ReplyT:
-        stream = self._open_stream()
+    async def _ask(
+        self, request: RequestT, wire: WireCount | None, *, model: str, deadline_s: float | None = None
+    ) -> ReplyT:
+        stream = self._open_stream(model)
         call_id = stream.next_call_id()
         item = self._encode(request, call_id).SerializeToString()
         if len(item) + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
@@ -261,12 +278,18 @@ class _Link(Generic[RequestT, ReplyT]):
         _check_num_items(len(items))
         return [(self._reply_type.FromString(item), len(item)) for item in items]
 
-    def _open_stream(self) -> _Stream:
-        if self._stream is None or self._stream.closed:
+    def _open_stream(self, model: str) -> _Stream:
+        stream = self._streams.get(model)
+        if stream is None or stream.closed:
+            self._streams = {meant: other for meant, other in self._streams.items() if not other.closed}
             # Without serializers: frames are bytes here.
-            call: Any = self._dial().stream_stream(self._stream_method)()
-            self._stream = _Stream(call, self._items_of, self._decode, self.address)
-        return self._stream
+            call: Any = self._dial().stream_stream(self._stream_method)(metadata=meant_for(model))
+            meet = partial(self._meet, model)
+            stream = self._streams[model] = _Stream(call, self._items_of, self._decode, self.address, meet)
+        return stream
+
+    def _meet(self, model: str, metadata: Any) -> None:
+        self.on_meeting(check_answering(metadata, model))
 
     def _dial(self) -> grpc.aio.Channel:
         if self._closed:
@@ -313,8 +336,8 @@ class _Link(Generic[RequestT, ReplyT]):
     async def close(self) -> None:
         """Fails what is pending with Unavailable and hangs up. Idempotent; the link cannot be used afterwards."""
         self._closed = True
-        if self._stream is not None:
-            await self._stream.close()
+        for stream in self._streams.values():
+            await stream.close()
         if self._channel is not None:
             await self._channel.close()
 
@@ -327,20 +350,27 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
     _frame_type = draft_pb2.ProposalFrame
 
     async def propose(
-        self, request: ProposeRequest, wire: WireCount | None = None, *, deadline_s: float | None = None
+        self,
+        request: ProposeRequest,
+        wire: WireCount | None = None,
+        *,
+        model: str = "",
+        deadline_s: float | None = None,
     ) -> Proposal:
         """Asks for draft tokens. Idempotent by (session, epoch, round) and digest, so it may be repeated.
 
         Cancelling forgets the call and disturbs no other; the replica may still finish it. What was sent and received
-        is added to `wire` however the call ends. At `deadline_s` of the event loop's clock it is given up.
+        is added to `wire` however the call ends. At `deadline_s` of the event loop's clock it is given up. `model` is
+        the fingerprint of the only model that may answer; "" lets any.
 
         Raises:
             TimeoutError: the deadline has passed.
-            Unavailable: the replica cannot be reached or broke off; at once, for every call pending on it.
+            Unavailable: the replica cannot be reached, broke off or serves another model; at once, for every call
+                pending on it.
             Internal: its answer does not fit the request.
             SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
         """
-        return await self._ask(request, wire, deadline_s)
+        return await self._ask(request, wire, model=model, deadline_s=deadline_s)
 
     def _replies_of(self, frame: bytes) -> Sequence[draft_pb2.Proposal]:
         return draft_pb2.ProposalFrame.FromString(frame).proposals
@@ -361,9 +391,9 @@ class TargetLink(_Link[VerifyRequest, Verification]):
     _reply_type = target_pb2.Verification
     _frame_type = target_pb2.VerificationFrame
 
-    async def verify(self, request: VerifyRequest, wire: WireCount | None = None) -> Verification:
-        """Asks for p at the draft's positions. Idempotent, counted, cancelled and failing as `DraftLink.propose`."""
-        return await self._ask(request, wire)
+    async def verify(self, request: VerifyRequest, wire: WireCount | None = None, *, model: str = "") -> Verification:
+        """Asks for p at the draft's positions. Idempotent, counted, meant, cancelled and failing as `propose`."""
+        return await self._ask(request, wire, model=model)
 
     def _replies_of(self, frame: bytes) -> Sequence[target_pb2.Verification]:
         return target_pb2.VerificationFrame.FromString(frame).verifications

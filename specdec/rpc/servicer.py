@@ -5,8 +5,9 @@ Not here: which messages travel and what the engine is asked (a service's `servi
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from specdec.errors import InvalidRequest
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
+from specdec.rpc.identity import meet_caller
 from specdec.types import EngineInfo
 from specdec.v1 import common_pb2
 
@@ -55,6 +57,7 @@ class ReplicaServicer:
         self._served = engine
         self._metrics = metrics
         self._limits = engine.info()
+        self._incarnation = secrets.token_hex(8)
         self._frames = FrameServer(
             items_of=items_of, answer=self._count_answer, reply_type=reply_type, frame_of=frame_of
         )
@@ -62,11 +65,17 @@ class ReplicaServicer:
     def info(self) -> EngineInfo:
         """What the replica is now; draining from `drain` on."""
         engine_info = self._served.info()
-        return replace(engine_info, draining=engine_info.draining or self._frames.draining)
+        draining = engine_info.draining or self._frames.draining
+        return replace(engine_info, draining=draining, incarnation=self._incarnation)
 
     def drain(self) -> None:
         """Refuses new calls with DRAINING; streams end once what is in flight is answered."""
         self._frames.drain()
+
+    async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
+        """Serves one stream of calls, unless it was meant for another model than this replica's."""
+        await meet_caller(context, self.info())
+        await self._frames.serve(frames, context.write)
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:  # noqa: N802
         if len(request.session_ids) > MAX_RELEASED_SESSIONS:

@@ -67,14 +67,14 @@ class RedisSessionStore:
             raise SessionBusy(f"session {session_id!r} is running another request", field="session_id")
         if answer[0] == b"NOT_FOUND":
             raise NotFound(f"there is no session {session_id!r}", field="session_id")
-        return Lease(session_id, owner, int(answer[1]), ttl_s)
+        return Lease(session_id, owner, int(answer[1]), ttl_s, was_left=answer[2] == b"1")
 
     async def renew(self, lease: Lease) -> None:
         answer = await self._run("renew", lease.session_id, self._fence(lease, _milliseconds(lease.ttl_s)))
         _check_owned(answer, lease)
 
-    async def release(self, lease: Lease) -> None:
-        await self._run("release", lease.session_id, self._fence(lease))
+    async def release(self, lease: Lease, *, left: bool = True) -> None:
+        await self._run("release", lease.session_id, [*self._fence(lease), int(left)])
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
         args = [*self._fence(lease), keep, pack_tokens(token_ids), *_request_fields(request)]
@@ -124,6 +124,7 @@ class RedisSessionStore:
             request=_read_request(meta),
             owner=owner.decode(),
             expires_in_s=max(0, expires_in_ms) / 1000,
+            was_left=meta.get("left") == meta["epoch"],
         )
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:

@@ -24,6 +24,8 @@ class Lease:
     """Unique per acquisition (coordinator id plus a nonce)."""
     epoch: int
     ttl_s: float
+    was_left: bool = False
+    """Whether the session was left in order before it was taken (`SessionRecord.was_left`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class SessionRecord:
     owner: str
     """Live lease owner, or ""."""
     expires_in_s: float
+    was_left: bool = False
+    """Whether the last owner gave it back in order; a dead owner did not, nor one whose last writes the store lost."""
 
     @property
     def status(self) -> str:
@@ -94,8 +98,12 @@ class SessionStore(Protocol):
         """Extends the lease. Raises LeaseLost when it is not ours any more."""
         ...
 
-    async def release(self, lease: Lease) -> None:
-        """Gives the lease back; a lease that is not ours any more is left alone. Idempotent."""
+    async def release(self, lease: Lease, *, left: bool = True) -> None:
+        """Gives the lease back; a lease that is not ours any more is left alone. Idempotent.
+
+        Args:
+            left: the session is in order: nothing that was shown is missing. Who did not write passes `was_left` on.
+        """
         ...
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:

@@ -45,7 +45,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "request_id", "prompt", "prompt_token_ids", "messages", "sampling", "speculation", "return_provenance", "resume_from")
+    __slots__ = ("session_id", "request_id", "prompt", "prompt_token_ids", "messages", "sampling", "speculation", "return_provenance", "resume_from", "expected_session_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     prompt: str
@@ -64,7 +65,8 @@ class GenerateRequest(_message.Message):
     speculation: SpeculationParams
     return_provenance: bool
     resume_from: int
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., return_provenance: bool = ..., resume_from: _Optional[int] = ...) -> None: ...
+    expected_session_tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., return_provenance: bool = ..., resume_from: _Optional[int] = ..., expected_session_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -128,14 +130,16 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("mode", "gamma", "draft_pool")
+    __slots__ = ("mode", "gamma", "draft_pool", "task")
     MODE_FIELD_NUMBER: _ClassVar[int]
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     DRAFT_POOL_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationMode
     gamma: int
     draft_pool: str
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., gamma: _Optional[int] = ..., draft_pool: _Optional[str] = ...) -> None: ...
+    task: str
+    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., gamma: _Optional[int] = ..., draft_pool: _Optional[str] = ..., task: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "tokens", "finished")
@@ -148,16 +152,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("session_id", "request_id", "num_prompt_tokens", "seed")
+    __slots__ = ("session_id", "request_id", "num_prompt_tokens", "seed", "target_fingerprint", "target_changed")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_CHANGED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     num_prompt_tokens: int
     seed: int
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    target_fingerprint: str
+    target_changed: bool
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., target_changed: bool = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("index", "token_ids", "text", "details")

@@ -60,6 +60,7 @@ class TargetServiceServicer(object):
     def Verify(self, request_iterator, context):
         """One long-lived stream per coordinator. Each frame carries items of many sessions; replies come back in any
         order, matched by call_id. Cancelling the stream abandons what is in flight; nothing else is lost.
+        Its metadata names the model that is meant: another one refuses the stream unread (docs/protocol.md section 5).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

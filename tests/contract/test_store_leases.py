@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from specdec.errors import LeaseLost, NotFound, SessionBusy
+from specdec.state.connection import RedisConnection
+from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
 from tests.store_sessions import LONG_TTL_S, REQUEST, SHORT_TTL_S, a_round, acquire_when_free, held_tokens, tokens
@@ -86,3 +88,66 @@ async def test_of_fifty_concurrent_acquires_one_wins(store_url: str, session_id:
     assert (record.owner, record.epoch) == (winners[0].owner, winners[0].epoch)
     for store in stores:
         await store.close()
+
+
+async def outlive(raw: RedisConnection, session_id: str, ttl_s: float | None) -> None:
+    """Leaves a session's lease as a clock that jumped back does: it expires much later than it was to."""
+    key = session_keys("default", session_id)[2]
+    await (raw.run_command("PERSIST", key) if ttl_s is None else raw.run_command("PEXPIRE", key, round(ttl_s * 1000)))
+
+
+@pytest.mark.parametrize("outlives_s", [LONG_TTL_S + 1.0, LONG_TTL_S + 3600.0, None])
+async def test_a_lease_that_claims_to_live_longer_than_its_ttl_is_void_and_its_owner_is_fenced(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease, outlives_s: float | None
+) -> None:
+    await outlive(raw, session_id, outlives_s)
+    record = await store.load(session_id)
+    assert record is not None
+    assert (record.owner, record.status) == ("", "idle")
+    taken = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    assert taken.epoch > lease.epoch
+    with pytest.raises(LeaseLost):
+        await store.renew(lease)
+    with pytest.raises(LeaseLost):
+        await store.commit(lease, a_round(0, 3, 7))
+    await store.release(lease)
+    await store.commit(taken, a_round(0, 3, 8))
+    assert await held_tokens(store, session_id) == [1, 2, 3, 8]
+
+
+async def test_a_lease_lives_as_long_as_its_own_ttl_whatever_the_ttl_of_who_asks(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    with pytest.raises(SessionBusy):
+        await store.acquire(session_id, owner="hasty", ttl_s=SHORT_TTL_S, create=False)
+    await store.renew(lease)
+    with pytest.raises(SessionBusy):
+        await store.acquire(session_id, owner="hasty", ttl_s=SHORT_TTL_S, create=False)
+
+
+async def test_a_living_owner_renews_its_lease_back_to_its_ttl_after_the_clock_jumped(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    await outlive(raw, session_id, 3600.0)
+    await store.renew(lease)
+    with pytest.raises(SessionBusy):
+        await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    record = await store.load(session_id)
+    assert record is not None
+    assert record.owner == "me"
+
+
+async def test_a_session_is_left_from_a_release_until_its_next_owner_who_may_pass_it_on_unwritten(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    states = [await store.load(session_id)]
+    await store.release(lease)
+    states.append(await store.load(session_id))
+    unused = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    states.append(await store.load(session_id))
+    await store.release(unused, left=unused.was_left)
+    states.append(await store.load(session_id))
+    failed = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+    await store.release(failed, left=False)
+    states.append(await store.load(session_id))
+    assert [state is not None and state.was_left for state in states] == [False, True, False, True, False]

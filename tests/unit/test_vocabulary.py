@@ -82,6 +82,7 @@ def test_the_model_fingerprint_follows_weights_and_configuration(checkpoint: Pat
     other = build_tiny_model("llama", tmp_path / "other", vocabulary_size=50, seed=1)
     assert checkpoint_fingerprint(same) == checkpoint_fingerprint(checkpoint)
     assert checkpoint_fingerprint(other) != checkpoint_fingerprint(checkpoint)
+    assert checkpoint_fingerprint(same, "bfloat16") != checkpoint_fingerprint(checkpoint, "int8")
     config = json.loads((same / "config.json").read_text())
     (same / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     assert checkpoint_fingerprint(same) != checkpoint_fingerprint(checkpoint)

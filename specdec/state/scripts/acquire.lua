@@ -7,11 +7,18 @@
 -- ARGV[2] lease ttl, ms
 -- ARGV[3] session ttl, ms
 -- ARGV[4] '1': make the session if there is none
--- RETURNS {'OK', epoch} | {'BUSY'} | {'NOT_FOUND'}
+-- RETURNS {'OK', epoch, '1' where the session was left in order} | {'BUSY'} | {'NOT_FOUND'}
 
+-- A lease that would live longer than its ttl is one that the clock was set back under. Its owner, should it live, is
+-- fenced by the epoch; were it dead, nobody could write the session for as long as the clock jumped.
 local holder = redis.call('GET', KEYS[3])
 if holder and holder ~= ARGV[1] then
-  return { 'BUSY' }
+  local ttl = redis.call('HGET', KEYS[1], 'lease_ttl')
+  local left = redis.call('PTTL', KEYS[3])
+  local slack = 100 -- ms, for a clock that is only being adjusted
+  if not ttl or (left >= 0 and left <= tonumber(ttl) + slack) then
+    return { 'BUSY' }
+  end
 end
 local stored = redis.call('HGET', KEYS[1], 'epoch')
 if not stored and ARGV[4] ~= '1' then
@@ -26,9 +33,10 @@ if stored and tonumber(stored) >= epoch then
 end
 local text = string.format('%.0f', epoch)
 
-redis.call('HSET', KEYS[1], 'epoch', text)
+local was_left = stored and redis.call('HGET', KEYS[1], 'left') == stored
+redis.call('HSET', KEYS[1], 'epoch', text, 'lease_ttl', ARGV[2])
 redis.call('HSETNX', KEYS[1], 'round', '0')
 redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-return { 'OK', text }
+return { 'OK', text, was_left and '1' or '0' }

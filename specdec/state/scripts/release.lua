@@ -1,4 +1,4 @@
--- Gives a lease back; one that is not the caller's any more is left alone.
+-- Gives a lease back, and notes the epoch that left the session in order; a lease that is not the caller's any more is left alone.
 --
 -- KEYS[1] session meta (hash)
 -- KEYS[2] session tokens (string)
@@ -6,10 +6,14 @@
 -- ARGV[1] owner
 -- ARGV[2] epoch
 -- ARGV[3] session ttl, ms
+-- ARGV[4] '1': the session is left in order
 -- RETURNS {'OK'}
 
 if redis.call('GET', KEYS[3]) == ARGV[1] and redis.call('HGET', KEYS[1], 'epoch') == ARGV[2] then
   redis.call('DEL', KEYS[3])
+  if ARGV[4] == '1' then
+    redis.call('HSET', KEYS[1], 'left', ARGV[2])
+  end
   redis.call('PEXPIRE', KEYS[1], ARGV[3])
   redis.call('PEXPIRE', KEYS[2], ARGV[3])
 end

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.__main__ import run
-from specdec.errors import InvalidRequest, NotFound, Unsupported
+from specdec.errors import InvalidRequest, NotFound, SessionLost, Unsupported
 from specdec.v1 import coordinator_pb2 as pb
 from tests.scripted_coordinator import Script, ScriptedCoordinator, finished, serve, started, tokens
 
@@ -154,6 +154,22 @@ def test_chat_keeps_one_session_and_sends_the_whole_conversation(
     ]
     assert servicer.deleted == [first.session_id]
     assert capsys.readouterr().out == "<1><2>\n<1><2>\n"
+
+
+def test_chat_goes_on_with_its_messages_when_the_session_was_lost_and_says_so(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer, lambda r: [SessionLost("expected 5 tokens, it holds 0")], answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    assert run(["chat"], environ) == 0
+    first, refused, again = servicer.requests
+    assert [request.HasField("expected_session_tokens") for request in (first, refused, again)] == [False, True, False]
+    assert refused.expected_session_tokens == 3 + 2
+    assert again.messages == refused.messages
+    assert servicer.deleted == [first.session_id] * 2
+    shown = capsys.readouterr()
+    assert shown.out == "<1><2>\n<1><2>\n"
+    assert "expected 5 tokens, it holds 0; asking again" in shown.err
 
 
 def test_chat_with_a_model_without_template_is_one_error_line(

@@ -78,7 +78,7 @@ async def connect(rig: Rig) -> ReplicaPools:
 async def test_a_session_sticks_until_its_replica_fails(rig: Rig) -> None:
     pools = await connect(rig)
     replicas = SessionReplicas("s", pools)
-    replicas.target_fingerprint = "table-0"
+    replicas.target_fingerprint = "table-0-table"
     first = replicas.target()
     assert {replicas.target() for _ in range(5)} == {first}
     first.fail(Unavailable("gone"))

@@ -62,6 +62,11 @@ def chat(*roles: str) -> pb.GenerateRequest:
             "speculation.gamma must be at most 8, got 9",
         ),
         (
+            pb.GenerateRequest(prompt="x", speculation=pb.SpeculationParams(task="é" * 65)),
+            "speculation.task",
+            "speculation.task must be at most 64 characters, got 65",
+        ),
+        (
             pb.GenerateRequest(prompt="x", speculation=pb.SpeculationParams(mode=17)),
             "speculation.mode",
             "must be a SpeculationMode, got 17",
@@ -137,7 +142,7 @@ def test_top_k_beyond_the_vocabulary_is_off() -> None:
 def test_a_retry_has_the_same_digest_and_another_request_has_not() -> None:
     first = sampling(seed=1, logit_bias={3: 1.0, 4: 2.0})
     retry = sampling(seed=1, logit_bias={4: 2.0, 3: 1.0})
-    retry.session_id, retry.request_id, retry.return_provenance = "s", "r", True
+    retry.session_id, retry.request_id, retry.return_provenance, retry.expected_session_tokens = "s", "r", True, 9
     other = sampling(seed=2, logit_bias={3: 1.0, 4: 2.0})
     digests = [validate_request(request, LIMITS).digest for request in (first, retry, other)]
     assert digests[0] == digests[1] != digests[2]

@@ -1,0 +1,102 @@
+"""A stream is one model's: another model, or a replica that does not say what it serves, answers nothing on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.errors import Unavailable
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc.client import TargetLink
+from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.types import Verification, VerifyRequest
+from target_service.servicer import TargetServicer
+from tests.arithmetic_engines import GREEDY, ArithmeticTarget, make_round
+
+#: What the arithmetic engine says it serves.
+MODEL = "model"
+
+
+class Counting(ArithmeticTarget):
+    """Counts what it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_run = 0
+
+    async def verify(self, request: VerifyRequest) -> Verification:
+        self.num_run += 1
+        return await super().verify(request)
+
+
+class Silent(TargetServicer):
+    """A replica that neither looks at what a stream is meant for nor says what it serves itself."""
+
+    async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
+        await self._frames.serve(frames, context.write)
+
+
+@asynccontextmanager
+async def linked(servicer_type: type[TargetServicer] = TargetServicer) -> AsyncIterator[tuple[TargetLink, Counting]]:
+    engine = Counting()
+    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
+    servicer_type(engine, EngineMetrics("arithmetic", role="target")).add_to(server.grpc_server)
+    await server.start()
+    link = TargetLink(server.address)
+    yield link, engine
+    await link.close()
+    await server.stop(0)
+
+
+def verification() -> VerifyRequest:
+    return VerifyRequest(make_round(law=GREEDY), np.empty(0, np.uint32), ())
+
+
+async def test_the_model_that_is_meant_answers_and_says_which_process_it_is() -> None:
+    async with linked() as (link, engine):
+        met: list[str] = []
+        link.on_meeting = met.append
+        for model in (MODEL, MODEL, ""):
+            await link.verify(verification(), model=model)
+        incarnation = (await link.info()).incarnation
+        assert incarnation
+        assert met == [incarnation] * 2  # once a stream
+        assert engine.num_run == 3
+
+
+async def test_another_model_runs_nothing_and_says_both_names() -> None:
+    async with linked() as (link, engine):
+        with pytest.raises(Unavailable, match=f"serves model {MODEL}, another was meant") as caught:
+            await link.verify(verification(), model="another")
+        assert caught.value.reason == "REPLICA_UNAVAILABLE"
+        assert engine.num_run == 0
+        await link.verify(verification(), model=MODEL)
+
+
+async def test_what_a_replica_answers_that_does_not_say_its_model_is_dropped() -> None:
+    async with linked(Silent) as (link, _):
+        with pytest.raises(Unavailable, match=f"{MODEL} was meant"):
+            await link.verify(verification(), model=MODEL)
+
+
+async def test_calls_meant_for_two_models_do_not_disturb_each_other() -> None:
+    async with linked() as (link, engine):
+        held = VerifyRequest(make_round("hold", law=GREEDY), np.empty(0, np.uint32), ())
+        pending = asyncio.create_task(link.verify(held, model=MODEL))
+        with pytest.raises(Unavailable):
+            await link.verify(verification(), model="another")
+        engine.release_held.set()
+        assert (await pending).kv_len
+
+
+async def test_two_processes_of_one_replica_id_have_two_incarnations() -> None:
+    incarnations = set()
+    for _ in range(2):
+        async with linked() as (link, _engine):
+            incarnations.add((await link.info()).incarnation)
+    assert len(incarnations) == 2
