@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _QUIET_LEVELS = {"debug", "info"}
 _STOP_GRACE_S = 10.0
+_CHILD = Path(__file__).with_name("child.py")
 
 #: Set for services unless the caller has its own. gRPC reads it when it is imported. Its event engine hands every
 #: message through two more threads than the polling it replaced: 40 % of a small call's time here
@@ -44,7 +46,7 @@ class Child:
         self._relaying = False
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "specdec.cli.child", module, *arguments],
+            [sys.executable, "-P", str(_CHILD), module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
