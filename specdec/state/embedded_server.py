@@ -28,11 +28,9 @@ from specdec.state.connection import REDIS_VERSION
 #: Commands that touch keys and nothing else, and what clients say when they connect. No command that blocks, subscribes
 #: or queues: each is answered before the next is read.
 _COMMANDS = frozenset(
-    (b"ping", b"echo", b"hello", b"select", b"dbsize", b"flushall", b"flushdb", b"time", b"evalsha")
-    + (b"exists", b"type", b"ttl", b"pttl", b"expire", b"pexpire", b"persist", b"del", b"unlink", b"keys", b"scan")
-    + (b"get", b"set", b"append", b"strlen", b"getrange", b"setrange")
-    + (b"hget", b"hset", b"hsetnx", b"hmget", b"hdel", b"hlen", b"hkeys", b"hgetall")
-    + (b"zadd", b"zrem", b"zcard", b"zrange", b"zscore", b"zrangebyscore")
+    b"ping echo hello select dbsize flushall flushdb time evalsha exists type ttl pttl expire pexpire persist del unlink "
+    b"keys scan get set append strlen getrange setrange hget hset hsetnx hmget hdel hlen hkeys hgetall zadd zrem zcard "
+    b"zrange zscore zrangebyscore".split()
 )
 _SUBCOMMANDS = {
     b"client": frozenset((b"setinfo", b"setname", b"getname", b"list", b"id")),
