@@ -28,8 +28,8 @@ from specdec.state.connection import REDIS_VERSION
 #: Commands that touch keys and nothing else, and what clients say when they connect. No command that blocks, subscribes
 #: or queues: each is answered before the next is read.
 _COMMANDS = frozenset(
-    b"ping echo hello select dbsize flushall flushdb time evalsha exists type ttl pttl expire pexpire persist del unlink "
-    b"keys scan get set append strlen getrange setrange hget hset hsetnx hmget hdel hlen hkeys hgetall zadd zrem zcard "
+    b"ping echo hello select dbsize flushall flushdb time evalsha exists type ttl pttl expire pexpire persist del "
+    b"unlink keys scan get set append strlen getrange setrange hget hset hsetnx hmget hdel hlen hkeys hgetall zadd zrem zcard "
     b"zrange zscore zrangebyscore".split()
 )
 _SUBCOMMANDS = {
