@@ -34,6 +34,7 @@ from coordinator.requests import (
 )
 from coordinator.round import RoundRunner, RoundSetting
 from coordinator.session import Generation, GenerationParts, OutputStream, Subscription
+from coordinator.text_process import in_thread
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.tokens import SessionTokens
 from specdec.errors import InvalidRequest, NotFound, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
@@ -207,8 +208,9 @@ class Generations:
         self._check_serving()
         draft_pool = self._pools.route_draft(request.speculation.draft_pool)
         held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
-        prompt = await asyncio.to_thread(encode_prompt, request, held, self._tokenizer)
-        sampling = resolve_sampling(request, prompt, self._pools.max_context_tokens)
+        max_context_tokens = self._pools.max_context_tokens
+        prompt = await in_thread(encode_prompt, request, held, self._tokenizer, max_context_tokens)
+        sampling = resolve_sampling(request, prompt, max_context_tokens)
         identity = GenerationIdentity(
             session_id=session_id,
             request_id=request.request_id or f"r-{secrets.token_hex(12)}",

@@ -7,21 +7,36 @@ delays other conversations, never streams, and for as long as a template may run
 
 from __future__ import annotations
 
+import asyncio
 import select
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coordinator.text_child import TEMPLATE_CPU_S, read_message, write_message
 from specdec.errors import InvalidRequest
 
 _CHILD = Path(__file__).with_name("text_child.py")
+#: After a text of so many characters the child goes: its memory grew by hundreds of bytes a character.
+_LARGE_TEXT_CHARACTERS = 1 << 20
 #: How soon one who waits notices that the call was given up.
 _NOTICE_S = 0.05
+
+
+ResultT = TypeVar("ResultT")
+
+
+async def in_thread(work: Callable[..., ResultT], *args: Any, **options: Any) -> ResultT:
+    """`asyncio.to_thread` for work that takes `given_up`. Cancelled, as calls are at their deadline, it ends the work."""
+    given_up = threading.Event()
+    try:
+        return await asyncio.to_thread(work, *args, given_up=given_up, **options)
+    finally:
+        given_up.set()
 
 
 class GivenUp(Exception):
@@ -82,7 +97,7 @@ class TextProcess:
         except OSError:  # it ended before it had read the request
             pass
         finally:
-            if answer is None:
+            if answer is None or len(request.get("text", "")) > _LARGE_TEXT_CHARACTERS:
                 self._end()
         return answer
 

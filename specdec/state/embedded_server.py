@@ -29,8 +29,8 @@ from specdec.state.connection import REDIS_VERSION
 #: or queues: each is answered before the next is read.
 _COMMANDS = frozenset(
     b"ping echo hello select dbsize flushall flushdb time evalsha exists type ttl pttl expire pexpire persist del "
-    b"unlink keys scan get set append strlen getrange setrange hget hset hsetnx hmget hdel hlen hkeys hgetall zadd zrem "
-    b"zcard zrange zscore zrangebyscore".split()
+    b"unlink keys scan get set append strlen getrange setrange hget hset hsetnx hmget hdel hlen hkeys hgetall "
+    b"zadd zrem zcard zrange zscore zrangebyscore".split()
 )
 _SUBCOMMANDS = {
     b"client": frozenset((b"setinfo", b"setname", b"getname", b"list", b"id")),
