@@ -1,8 +1,7 @@
 """The coordinator's end of `text_child`: asks it, waits for it, and ends it when nobody waits any more.
 
-One child, one question at a time: a model has one template, and whoever asks with a conversation that makes it slow
-delays other conversations, never streams, and for as long as a template may run at most. Not here: what is asked
-(`tokenizer`).
+A child answers one question at a time. Whoever asks with a conversation that makes the template slow delays other
+conversations, for as long as a template may run at most, and never streams. Not here: what is asked (`tokenizer`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def in_thread(work: Callable[..., ResultT], *args: Any, **options: Any) -> ResultT:
-    """`asyncio.to_thread` for work that takes `given_up`. Cancelled, as calls are at their deadline, it ends the work."""
+    """`asyncio.to_thread` for work that takes `given_up`. Cancelled, as calls at their deadline are, it ends the work."""
     given_up = threading.Event()
     try:
         return await asyncio.to_thread(work, *args, given_up=given_up, **options)

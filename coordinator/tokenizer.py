@@ -72,7 +72,8 @@ class ServedTokenizer:
                 raise
             raise InvalidRequest(f"model {self._model!r} has an unusable tokenizer: {error}", field="model") from error
         setting = {"model": self._model, "template": self._template, "special_tokens": special_tokens}
-        self._process = TextProcess(setting)
+        # Two: a long text takes many seconds, which conversations should not have to wait for.
+        self._templates, self._long_texts = TextProcess(setting), TextProcess(setting)
         self._token = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(self._tokenizer.backend_tokenizer.id_to_token)
 
     @property
@@ -104,7 +105,7 @@ class ServedTokenizer:
         self._check_length(text, field, max_tokens)
         if len(text) > _MAX_CHARACTERS_HERE:
             asked = {"text": text, "add_special_tokens": add_special_tokens}
-            token_ids: list[int] = self._process.ask(asked, field, given_up or threading.Event())["token_ids"]
+            token_ids: list[int] = self._long_texts.ask(asked, field, given_up or threading.Event())["token_ids"]
             return token_ids
         try:
             # Not verbose: the context limit is checked against the whole session later, and refused by name.
@@ -142,7 +143,7 @@ class ServedTokenizer:
             )
         given_up = given_up or threading.Event()
         asked = {"messages": [dict(message) for message in messages]}
-        text: str = self._process.ask(asked, "messages", given_up)["text"]
+        text: str = self._templates.ask(asked, "messages", given_up)["text"]
         # The template has written the special tokens.
         return self.encode(text, add_special_tokens=False, field="messages", max_tokens=max_tokens, given_up=given_up)
 

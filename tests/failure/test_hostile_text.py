@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
 
+import grpc
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.prompt import encode_prompt
+from coordinator.servicer import CoordinatorServicer
 from coordinator.text_process import GivenUp
 from coordinator.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest
+from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.types import Mode
+from specdec.v1 import coordinator_pb2
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.coordinator_rig import Rig
 from tests.unit.coordinator.test_prompt import NOTHING, ask, chat
 from tests.unit.coordinator.test_tokenizer import save
 
@@ -79,7 +87,7 @@ def test_a_template_sees_the_special_tokens_and_renders_as_transformers_does(tmp
 def test_the_process_of_templates_ends_with_its_tokenizer(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     tokenizer.encode_chat(HELLO)
-    process = tokenizer._process._process
+    process = tokenizer._templates._process
     assert process is not None
     del tokenizer
     assert process.returncode is not None
@@ -132,9 +140,10 @@ def test_work_that_nobody_waits_for_is_left_and_its_process_ended(tmp_path: Path
 
     worker = threading.Thread(target=work)
     worker.start()
-    while tokenizer._process._process is None:
+    asked_of = tokenizer._long_texts if asked == "text" else tokenizer._templates
+    while asked_of._process is None:
         pass
-    child = tokenizer._process._process.pid
+    child = asked_of._process.pid
     given_up.set()
     worker.join()
     assert len(raised) == 1
@@ -176,7 +185,8 @@ SWALLOWING = {
     ),
     "a removing split": (
         {"pre_tokenizer": pre_tokenizers.Sequence(
-            [pre_tokenizers.Split("b", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)])}, "b" * 5000 + "a",
+            [pre_tokenizers.Split("b", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)])},
+        "b" * 5000 + "a",
     ),
     "an added token that takes the space before it": ({"added": AddedToken("<x>", lstrip=True)}, " " * 5000 + "<x>"),
     "an added token that takes the space after it": ({"added": AddedToken("<x>", rstrip=True)}, "<x>" + " " * 5000),
@@ -210,3 +220,30 @@ def test_text_that_no_tokenizer_takes_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         tokenizer.encode("hello \ud800", add_special_tokens=False)
     assert refusal.value.field == "prompt"
+
+
+async def test_a_call_past_its_deadline_leaves_no_work_behind() -> None:
+    tokenizer = ServedTokenizer(DEMO)
+    server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
+    async with Rig() as rig:
+        coordinator = await rig.coordinator()
+        servicer = CoordinatorServicer(coordinator.generations, coordinator.pools, tokenizer, Mode.REJECTION)
+        servicer.add_to(server.grpc_server)
+        await server.start()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = CoordinatorServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="x" * 3_900_000), timeout=1.0)
+            assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            async with asyncio.timeout(30):
+                while children_of(os.getpid()):
+                    await stub.GetInfo(coordinator_pb2.GetInfoRequest())  # other calls are answered meanwhile
+            response = await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="once"), timeout=60.0)
+            assert len(response.token_ids) > 0
+        await server.stop(0)
+
+
+def children_of(pid: int) -> set[str]:
+    """Running children that work on text."""
+    pids = {pid for task in Path(f"/proc/{pid}/task").iterdir() for pid in (task / "children").read_text().split()}
+    return {pid for pid in pids if "text_child" in Path(f"/proc/{pid}/cmdline").read_text()}
