@@ -16,7 +16,7 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -118,6 +118,8 @@ def main() -> None:
     checkout = str(Path(__file__).resolve().parents[1])
     if checkout not in sys.path:  # nothing is installed
         sys.path.append(checkout)
+    with suppress(OSError):  # short of memory, this process is to go and not the coordinator
+        Path("/proc/self/oom_score_adj").write_text("1000")
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nobody else may write there
     setting = read_message(requests)

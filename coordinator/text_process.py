@@ -30,7 +30,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def in_thread(work: Callable[..., ResultT], *args: Any, **options: Any) -> ResultT:
-    """`asyncio.to_thread` for work that takes `given_up`. Cancelled, as calls at their deadline are, it ends the work."""
+    """`asyncio.to_thread` for work that takes `given_up`. Cancelled, as calls are at their end, it ends the work."""
     given_up = threading.Event()
     try:
         return await asyncio.to_thread(work, *args, given_up=given_up, **options)
