@@ -25,7 +25,6 @@ _LARGE_TEXT_CHARACTERS = 1 << 20
 #: How soon one who waits notices that the call was given up.
 _NOTICE_S = 0.05
 
-
 ResultT = TypeVar("ResultT")
 
 
@@ -53,6 +52,7 @@ class TextProcess:
         self._setting = setting
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., TextProcess] | None = None
 
     def ask(self, request: Mapping[str, Any], field: str, given_up: threading.Event) -> Any:
         """The child's answer to a request for `messages` or for a `text`. Blocks: call it in a thread.
@@ -69,9 +69,8 @@ class TextProcess:
             self._lock.release()
         what = "the chat template" if "messages" in request else "the tokenizer"
         if answer is None:
-            raise InvalidRequest(
-                f"{what} cannot take {field}: it took more than {TEMPLATE_CPU_S:g} s or ended its process", field=field
-            )
+            limit = f"took more than {TEMPLATE_CPU_S:g} s or " if "messages" in request else ""
+            raise InvalidRequest(f"{what} cannot take {field}: it {limit}ended its process", field=field)
         if "error" in answer:
             raise InvalidRequest(f"{what} refuses {field}: {answer['error']}", field=field)
         return answer
@@ -86,11 +85,13 @@ class TextProcess:
         _check(given_up)
         answer = None
         try:
-            process = self._process or self._start()
+            process = self._live_process() or self._start()
             assert process.stdin is not None  # both were opened
             assert process.stdout is not None
             write_message(process.stdin, request)
-            while not select.select([process.stdout], [], [], _NOTICE_S)[0]:
+            waiting = select.poll()  # not select.select, which refuses descriptors past 1024
+            waiting.register(process.stdout, select.POLLIN)
+            while not waiting.poll(_NOTICE_S * 1000):
                 _check(given_up)
             answer = read_message(process.stdout)
         except OSError:  # it ended before it had read the request
@@ -99,6 +100,12 @@ class TextProcess:
             if answer is None or len(request.get("text", "")) > _LARGE_TEXT_CHARACTERS:
                 self._end()
         return answer
+
+    def _live_process(self) -> subprocess.Popen[bytes] | None:
+        """The child, unless somebody else has ended it since the last answer."""
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -109,15 +116,15 @@ class TextProcess:
             start_new_session=True,  # Ctrl-C is for the coordinator, whose end ends it
         )
         self._process = process
-        weakref.finalize(self, _end, process)
+        self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdin is not None  # it was opened above
         write_message(process.stdin, self._setting)
         return process
 
     def _end(self) -> None:
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
+        self._process = None
+        if self._finalizer is not None:
+            self._finalizer()  # once
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

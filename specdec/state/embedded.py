@@ -90,6 +90,7 @@ def _clean_up_after_killed(parent: str) -> None:
 
 def _is_answered(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):

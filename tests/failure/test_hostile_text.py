@@ -84,6 +84,16 @@ def test_a_template_sees_the_special_tokens_and_renders_as_transformers_does(tmp
     assert ServedTokenizer(tmp_path).encode_chat(conversation) == expected == [0, 2, 4, 3, 5, 3]
 
 
+def test_a_process_that_somebody_else_ended_costs_nobody_an_error(tmp_path: Path) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path))
+    expected = tokenizer.encode_chat(HELLO)
+    process = tokenizer._templates._process
+    assert process is not None
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert tokenizer.encode_chat(HELLO) == expected
+
+
 def test_the_process_of_templates_ends_with_its_tokenizer(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     tokenizer.encode_chat(HELLO)
