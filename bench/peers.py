@@ -42,7 +42,9 @@ class PeerModels:
         self._torch = torch
         self._device = device
         self._target, self._draft = (
-            AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
+            AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), trust_remote_code=False)
+            .to(device)
+            .eval()
             for directory in (target_dir, draft_dir)
         )
         for model in (self._target, self._draft):

@@ -46,6 +46,7 @@ from coordinator.served_model import on_a_served_model, target_after
 from coordinator.session import Generation, GenerationParts
 from coordinator.stream import OutputStream, Subscription
 from coordinator.tails import Tails
+from coordinator.text_process import in_thread
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.tokens import SessionTokens
 from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
@@ -225,8 +226,9 @@ class Generations:
         held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
         check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
         check_left(request, record)
-        prompt = await asyncio.to_thread(encode_prompt, request, held, self._tokenizer)
-        sampling = resolve_sampling(request, prompt, self._pools.max_context_tokens)
+        max_context_tokens = self._pools.max_context_tokens
+        prompt = await in_thread(encode_prompt, request, held, self._tokenizer, max_context_tokens)
+        sampling = resolve_sampling(request, prompt, max_context_tokens)
         identity = GenerationIdentity(
             session_id=session_id,
             request_id=request.request_id or f"r-{secrets.token_hex(12)}",

@@ -6,6 +6,7 @@ Not here: checks that need no tokens (`validation`). Called by `generations`.
 from __future__ import annotations
 
 import secrets
+import threading
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,27 +33,42 @@ class Prompt:
         return self.keep + len(self.new_token_ids)
 
 
-def encode_prompt(request: GenerationRequest, held: TokenIds, tokenizer: ServedTokenizer) -> Prompt:
+def encode_prompt(
+    request: GenerationRequest,
+    held: TokenIds,
+    tokenizer: ServedTokenizer,
+    max_context_tokens: int | None = None,
+    *,
+    given_up: threading.Event | None = None,
+) -> Prompt:
     """Tokens of a turn. A text or ids are appended; a conversation keeps its longest common prefix with the session.
 
     Args:
         request: with an input.
         held: uint32 [n]: the session's tokens; empty for a new session, which alone gets special tokens.
+        max_context_tokens: a text that cannot fit is refused before it is encoded; `resolve_sampling` counts the rest.
+        given_up: set by whoever does not wait any longer.
 
     Raises:
-        InvalidRequest: the input is empty, or a conversation meets a model without a template (NO_CHAT_TEMPLATE).
+        InvalidRequest: the input is empty or far too long (CONTEXT_TOO_LONG), the tokenizer or the template cannot take
+            it, or a conversation meets a model without a template (NO_CHAT_TEMPLATE).
+        GivenUp: `given_up` was set.
     """
+    most = None if max_context_tokens is None else max_context_tokens - 1
     if request.messages is not None:
-        whole = np.asarray(
-            tokenizer.encode_chat([turn.as_dict() for turn in request.messages]),
-            np.uint32,
-        )
+        turns = [turn.as_dict() for turn in request.messages]
+        whole = np.asarray(tokenizer.encode_chat(turns, max_tokens=most, given_up=given_up), np.uint32)
         keep = _common_prefix_len(held, whole)
         prompt = Prompt(keep, whole[keep:], "messages")
     elif request.token_ids is not None:
         prompt = Prompt(len(held), request.token_ids, "prompt_token_ids")
     else:
-        token_ids = tokenizer.encode(request.text or "", add_special_tokens=len(held) == 0)
+        token_ids = tokenizer.encode(
+            request.text or "",
+            add_special_tokens=len(held) == 0,
+            max_tokens=None if most is None else most - len(held),
+            given_up=given_up,
+        )
         prompt = Prompt(len(held), np.asarray(token_ids, np.uint32), "prompt")
     if prompt.num_tokens == 0:
         raise InvalidRequest(f"{prompt.field} must not be empty", field=prompt.field)

@@ -16,6 +16,7 @@ from coordinator.generations import Generations
 from coordinator.pool import DRAFT, ReplicaPools
 from coordinator.recovery import decode_stats
 from coordinator.requests import Chunk, Event, Finished, GenerationStats, Started
+from coordinator.text_process import in_thread
 from coordinator.tokenizer import ServedTokenizer
 from coordinator.validation import ServingLimits, validate_messages, validate_request, validate_session_id
 from specdec.errors import InvalidRequest
@@ -89,9 +90,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise InvalidRequest("input must be one of text and messages, got none", field="input")
         if kind == "messages":
             turns = validate_messages(request.messages)
-            token_ids = await asyncio.to_thread(self._tokenizer.encode_chat, [turn.as_dict() for turn in turns])
+            token_ids = await in_thread(self._tokenizer.encode_chat, [turn.as_dict() for turn in turns])
         else:
-            token_ids = await asyncio.to_thread(self._tokenizer.encode, request.text, add_special_tokens=True)
+            token_ids = await in_thread(self._tokenizer.encode, request.text, add_special_tokens=True, field="text")
         return coordinator_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def GetInfo(  # noqa: N802

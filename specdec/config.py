@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -32,6 +34,10 @@ from pydantic_settings import (
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "")
+# Underscores are no part of a host's name, but container networks give them.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+_MAX_ADDRESS_CHARACTERS = 300
+_MAX_SHOWN_CHARACTERS = 64
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -45,6 +51,25 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed) or "/" in host:
         raise ValueError(f"must be HOST:PORT with a port of 0 to 65535, not {address!r}")
     return host.strip("[]"), int(port)
+
+
+def check_dialable(address: str) -> str:
+    """Returns `address` if other machines may make sense of it; more than `split_address` asks.
+
+    Raises:
+        ValueError: it is not HOST:PORT with the name or the address of a host and a port of 1 to 65535.
+    """
+    shown = ascii(address[:_MAX_SHOWN_CHARACTERS])
+    if not address.isascii() or len(address) > _MAX_ADDRESS_CHARACTERS:
+        raise ValueError(f"must be HOST:PORT in at most {_MAX_ADDRESS_CHARACTERS} ASCII characters, not {shown}")
+    host, port = split_address(address)
+    try:
+        is_host = bool(IPv6Address(host)) if address.startswith("[") else _HOST_NAME.fullmatch(host) is not None
+    except ValueError:
+        is_host = False
+    if not is_host or port == 0:
+        raise ValueError(f"must be HOST:PORT with a host's name or address and a port above 0, not {shown}")
+    return address
 
 
 def join_address(host: str, port: int) -> str:

@@ -79,10 +79,19 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
 
     try:
         # Not tokenizers.Tokenizer: tokenizer_config.json may add special tokens that tokenizer.json lacks.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # the Rust parser raises bare Exception
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        vocabulary = tokenizer.get_vocab()
+    # The Rust parser raises bare Exception, and its panics are not even that.
+    except BaseException as error:
+        if not is_tokenizer_fault(error):
+            raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InvalidRequest(f"model {str(model)!r} has an unreadable tokenizer: {reason}", field="model") from error
-    if not tokenizer.get_vocab():
+    if not vocabulary:
         raise InvalidRequest(f"model {str(model)!r} has an empty vocabulary", field="model")
     return tokenizer
+
+
+def is_tokenizer_fault(error: BaseException) -> bool:
+    """Whether an exception is the tokenizer's own, rather than the end of the process or of the task."""
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"

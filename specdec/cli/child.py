@@ -1,4 +1,4 @@
-"""Runs a service module as a child that never outlives its parent: `python -m specdec.cli.child MODULE ARGS...`.
+"""Runs a service module as a child that never outlives its parent: `python -P -m specdec.cli.child MODULE ARGS...`.
 
 The parent holds the other end of this process's stdin. When it ends, however it ends (SIGKILL too), the pipe closes,
 and the child drains as on SIGTERM, then goes. Works wherever pipes do, unlike PR_SET_PDEATHSIG, and needs no code

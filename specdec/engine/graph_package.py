@@ -90,11 +90,11 @@ class PackageStore:
         """Opens a directory, made if absent.
 
         Raises:
-            InvalidRequest: it cannot be made.
+            InvalidRequest: it cannot be made, or others could put their files in it.
         """
         self._directory = directory
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            kept_files.make_folder(directory)
         except OSError as error:
             raise _unkept(directory, error) from error
 

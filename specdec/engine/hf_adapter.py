@@ -188,8 +188,11 @@ def _load_config(model: str, directory: Path) -> PreTrainedConfig:
     if not (directory / "config.json").is_file():
         raise InvalidRequest(f"model {model!r} has no config.json", field="model")
     try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+        # Never the checkpoint's own code; unset, transformers would ask on stdin.
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # a hostile config.json raises whatever its class happens to
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise Unsupported(f"model {model!r} needs code of its own, which is never run") from error
         raise InvalidRequest(
             f"model {model!r} has an unreadable config.json: {_first_line(error)}", field="model"
         ) from error
@@ -213,8 +216,9 @@ def _load_model(
     try:
         with _quietly():
             loaded, report = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True
-            )
+                directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
+                trust_remote_code=False,
+            )  # fmt: skip
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
         raise InvalidRequest(f"model {model!r} cannot be loaded: {_first_line(error)}", field="model") from error
     if report["missing_keys"]:

@@ -1,13 +1,15 @@
 """Files of machine code that outlive a process: who may have written them, whether they are whole, how many are kept.
 
 Whoever writes such a file runs code as whoever loads it, so only one is used that nobody but root and this user can
-have written. Each ends with a digest of itself, because damaged machine code would be run too. Not here: what is in a
-file and what it is called. Called by `native.library`, `native.prebuilt` and `graph_package`.
+have written, in a folder where nobody else can put another in its place. Each ends with a digest of itself, because
+damaged machine code would be run too. Not here: what is in a file and what it is called. Called by
+`native.library`, `native.prebuilt` and `graph_package`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -26,7 +28,7 @@ def is_usable(path: Path) -> bool:
         status = path.stat()
         is_ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         content_bytes = status.st_size - _SEAL_BYTES
-        if not is_ours or content_bytes < 0:
+        if not is_ours or content_bytes < 0 or not _is_guarded(path.parent):
             return False
         with path.open("rb") as file:
             file.seek(content_bytes)
@@ -36,14 +38,14 @@ def is_usable(path: Path) -> bool:
 
 
 def keep(built: Path, path: Path) -> None:
-    """Copies a file to where `is_usable` finds it, with its seal; the directory is made if absent.
+    """Copies a file to where `is_usable` finds it, with its seal; see `make_folder`.
 
     It is renamed into place, so that processes that start at once all find a whole file or none.
 
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as unfinished:
         copy = Path(unfinished) / path.name
         shutil.copyfile(built, copy)
@@ -51,6 +53,19 @@ def keep(built: Path, path: Path) -> None:
             file.write(_seal(built, built.stat().st_size))
         copy.chmod(0o755)  # whatever the umask says
         copy.replace(path)
+
+
+def make_folder(directory: Path) -> None:
+    """Makes a folder for kept files, for this user alone, unless there is one.
+
+    Raises:
+        OSError: it cannot be made, or others could put their files in the place of ours.
+    """
+    for folder in (*reversed(directory.parents), directory):
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_guarded(directory):
+        raise PermissionError(errno.EPERM, "others could put their files in the place of ours", str(directory))
 
 
 def note_use(path: Path) -> None:
@@ -72,6 +87,17 @@ def prune(directory: Path, pattern: str, *, max_bytes: int) -> None:
         if kept_bytes > max_bytes:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _is_guarded(directory: Path) -> bool:
+    """Whether nobody but root and this user, or a group they gave it to, can move what lies in a folder."""
+    resolved = directory.resolve()
+    for folder in (resolved, *resolved.parents):
+        status = folder.stat()
+        is_open = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+        if is_open or status.st_uid not in (0, os.geteuid()):
+            return False
+    return True
 
 
 def _seal(path: Path, num_bytes: int) -> bytes:

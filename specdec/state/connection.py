@@ -164,7 +164,7 @@ class _ScriptRunner:
     async def _send(self, batch: list[_Request]) -> None:
         commands = [(request.name, call) for request in batch for call in request.calls]
         try:
-            # Beforehand: the embedded server hangs up on every error, and with it on the rest of the pipeline.
+            # Beforehand: a script that the server does not know costs the pipeline a second round trip.
             await self._load({request.name for request in batch} - self._loaded)
             answers = await self._run_pipeline(commands)
             if unknown := [command for command, answer in zip(commands, answers, strict=True) if _is_unknown(answer)]:

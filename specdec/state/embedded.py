@@ -1,16 +1,30 @@
-"""A Redis that needs no installation: `fakeredis` behind a loopback port, in a thread of the caller's process.
+"""A Redis that needs no installation: `fakeredis` behind a Unix socket, in a thread of the caller's process.
 
-For `specdec up` and tests, where several processes share one throwaway store. Not a database: nothing outlives the
-process, and one Python thread answers each connection. Called by the command line.
+For `specdec up` and tests, where several processes of one user share one throwaway store: the socket lies in a folder
+that nobody else may enter. Not a database: nothing outlives the process, and one Python thread answers each connection.
+Not here: what clients may ask (`embedded_server`). Called by the command line.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
+import tempfile
 import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from specdec.state.connection import REDIS_VERSION
+_FOLDER_PREFIX = "specdec-store-"
+_SOCKET_NAME = "redis.sock"
+#: Longest path a socket may have everywhere, and what mkdtemp and the socket's name need of it.
+_MAX_SOCKET_PATH_BYTES = 100
+_NAME_BYTES = len(f"/{_FOLDER_PREFIX}12345678/{_SOCKET_NAME}")
+#: A folder this young may belong to a store that does not listen yet.
+_STARTING_S = 60.0
 
 
 class EmbeddedRedis:
@@ -20,29 +34,29 @@ class EmbeddedRedis:
         start_children(redis.url)
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._host = host
+    def __init__(self) -> None:
+        self._path: Path | None = None
         self._server: Any = None
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
-        """redis://HOST:PORT of the open context."""
-        if self._server is None:
+        """unix://PATH of the open context."""
+        if self._path is None:
             raise RuntimeError("the embedded Redis is not running")
-        host, port = self._server.server_address[:2]
-        return f"redis://{host}:{port}"
+        return f"unix://{self._path}"
 
     def __enter__(self) -> Self:
-        from fakeredis import TcpFakeServer
+        from specdec.state.embedded_server import EmbeddedServer
 
-        self._server = TcpFakeServer((self._host, 0), server_version=REDIS_VERSION)
-        # The answers to a pipeline leave one by one: held back until the last is acknowledged, they would take 40 ms.
-        self._server.RequestHandlerClass = type(
-            "_PromptHandler", (self._server.RequestHandlerClass,), {"disable_nagle_algorithm": True}
-        )
-        # A client that never hangs up must not keep the process alive.
-        self._server.daemon_threads = True
+        parent = _short_temporary_folder()
+        _clean_up_after_killed(parent)
+        self._path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)) / _SOCKET_NAME
+        try:
+            self._server = EmbeddedServer(self._path)
+        except BaseException:
+            _remove(self._path)
+            raise
         self._thread = threading.Thread(target=self._server.serve_forever, name="embedded redis", daemon=True)
         self._thread.start()
         return self
@@ -54,4 +68,38 @@ class EmbeddedRedis:
         self._server.server_close()
         if self._thread is not None:
             self._thread.join()
-        self._server = self._thread = None
+        if self._path is not None:
+            _remove(self._path)
+        self._path = self._server = self._thread = None
+
+
+def _short_temporary_folder() -> str:
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) + _NAME_BYTES <= _MAX_SOCKET_PATH_BYTES else "/tmp"
+
+
+def _clean_up_after_killed(parent: str) -> None:
+    """Removes what stores of this user that were killed have left: no process can tidy up after its SIGKILL."""
+    for folder in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            status = folder.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and time.time() - status.st_mtime > _STARTING_S and not _is_answered(folder / _SOCKET_NAME):
+                _remove(folder / _SOCKET_NAME)
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Removes a socket and its folder, unless something else lies there."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()

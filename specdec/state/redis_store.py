@@ -6,15 +6,14 @@ replica publishes itself (`registry`). Called by the coordinator and, for the re
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from typing import Any
 
 from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLost, SpecdecError
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import TOKEN_BYTES, check_tenant, pack_tokens, replica_keys, session_keys, unpack_tokens
+from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES, decode_record, encode_record
 from specdec.state.store import (
     Commit,
     Lease,
@@ -24,7 +23,7 @@ from specdec.state.store import (
     SessionRecord,
     SessionStore,
 )
-from specdec.types import EngineInfo, FinishReason, TokenIds
+from specdec.types import FinishReason, TokenIds
 
 DEFAULT_TENANT = "default"
 DEFAULT_SESSION_TTL_S = 3600.0
@@ -167,10 +166,12 @@ class RedisReplicaRegistry:
     def __init__(self, url: str) -> None:
         """Connects lazily. Raises InvalidRequest when the URL is not redis://, rediss://, unix:// or memory://."""
         self._connection = RedisConnection(url)
+        self._told: dict[str, dict[bytes, str]] = {}
+        """By role: which records were left out when it was last read, and why."""
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine
-        args: list[str | bytes | int] = [engine.replica_id, _encode_record(record), max(1, round(ttl_s * 1000))]
+        args: list[str | bytes | int] = [engine.replica_id, encode_record(record), max(1, round(ttl_s * 1000))]
         await self._connection.run_script("publish", replica_keys(engine.role), args)
 
     async def remove(self, replica_id: str) -> None:
@@ -178,13 +179,19 @@ class RedisReplicaRegistry:
             await self._connection.run_script("remove", replica_keys(role), [replica_id])
 
     async def replicas(self, role: str) -> list[ReplicaRecord]:
-        """See `ReplicaRegistry.replicas`. A record that this version cannot read is left out and logged."""
+        """See `ReplicaRegistry.replicas`. A record that this version cannot read is left out, and logged once."""
+        limits = [MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES]
+        answer = await self._connection.run_script("replicas", replica_keys(role), limits)
         records = []
-        for text in await self._connection.run_script("replicas", replica_keys(role)):
+        left_out: dict[bytes, str] = {}
+        for replica_id, text in zip(answer[::2], answer[1::2], strict=True):
             try:
-                records.append(_decode_record(text))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                _log.warning("left out an unreadable %s replica: %s", role, error)
+                records.append(decode_record(text))
+            except ValueError as error:
+                left_out[replica_id] = str(error)
+                if left_out[replica_id] != self._told.get(role, {}).get(replica_id):
+                    _log.warning("left out the unreadable %s replica %s: %s", role, ascii(replica_id)[1:], error)
+        self._told[role] = left_out
         return records
 
     async def close(self) -> None:
@@ -250,16 +257,3 @@ def _check_log(answer: Any, lease: Lease, expected: int) -> None:
 def _milliseconds(seconds: float) -> int:
     # Redis refuses an expiry of 0.
     return max(1, round(seconds * 1000))
-
-
-def _encode_record(record: ReplicaRecord) -> str:
-    return json.dumps({"address": record.address, "engine": asdict(record.engine)}, separators=(",", ":"))
-
-
-def _decode_record(text: bytes) -> ReplicaRecord:
-    """Reads a record of this or a newer version: fields it does not know are left out."""
-    record = json.loads(text)
-    known = {field.name for field in fields(EngineInfo)}
-    engine = {name: value for name, value in record["engine"].items() if name in known}
-    engine["eos_token_ids"] = tuple(engine["eos_token_ids"])
-    return ReplicaRecord(str(record["address"]), EngineInfo(**engine))

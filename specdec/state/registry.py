@@ -59,7 +59,12 @@ class Heartbeat:
         await self.close()
 
     async def start(self) -> None:
-        """Publishes the first beat and begins the rest. Raises Unavailable when the registry cannot be reached."""
+        """Publishes the first beat and begins the rest.
+
+        Raises:
+            Unavailable: the registry cannot be reached.
+            InvalidRequest: the address is none that others can dial.
+        """
         await self.beat()
         self._task = asyncio.create_task(self._run(), name=f"heartbeat {self._address}")
 

@@ -173,7 +173,9 @@ class ReplicaRecord:
 class ReplicaRegistry(Protocol):
     """Who serves. Entries vanish `ttl_s` after their last heartbeat."""
 
-    async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None: ...
+    async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
+        """Puts a replica in for `ttl_s`. Raises InvalidRequest for a record that readers would leave out."""
+        ...
 
     async def remove(self, replica_id: str) -> None: ...
 

@@ -39,7 +39,6 @@ async def test_every_script_of_a_batch_gets_its_own_answer(store: SessionStore) 
     assert records[-1] is None
 
 
-@pytest.mark.parametrize("store_url", ["redis", "memory"], indirect=True)  # the embedded server hangs up on errors
 async def test_a_server_that_forgot_the_scripts_is_told_them_again(store: SessionStore, raw: RedisConnection) -> None:
     await acquire(store, SESSIONS[0])
     await raw.run_command("SCRIPT", "FLUSH")
@@ -49,7 +48,6 @@ async def test_a_server_that_forgot_the_scripts_is_told_them_again(store: Sessio
     assert record is None or record.session_id == SESSIONS[5]
 
 
-@pytest.mark.parametrize("store_url", ["redis", "memory"], indirect=True)
 async def test_a_script_that_fails_fails_alone(store: SessionStore, raw: RedisConnection) -> None:
     broken_meta = session_keys("default", "batch-broken")[0]
     await raw.run_command("SET", broken_meta, "not a hash")

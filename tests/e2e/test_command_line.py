@@ -31,11 +31,11 @@ ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith
 ANSI = re.compile("\x1b\\[[0-9;]*m")
 
 
-def start_up(*flags: str) -> tuple[subprocess.Popen[str], str]:
+def start_up(*flags: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
     """A running `specdec up` and its endpoint."""
     up = subprocess.Popen(
         [*SPECDEC, "up", "--listen", "127.0.0.1:0", *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON | environ,
     )  # fmt: skip
     assert up.stdout is not None
     line = up.stdout.readline()
@@ -376,3 +376,31 @@ def test_the_children_of_a_killed_up_end_by_themselves() -> None:
     up.kill()
     up.wait()
     wait_until_gone(children)
+
+
+def test_the_store_of_up_is_reached_by_nobody_else_and_leaves_nothing(tmp_path: Path) -> None:
+    up, endpoint = start_up(TMPDIR=str(tmp_path))
+    (socket_path,) = tmp_path.glob("*/*.sock")
+    assert socket_path.parent.stat().st_mode & 0o777 == 0o700
+    # It listens on no port: whoever is on the machine may dial those.
+    assert listening_ports(up.pid) == set()
+    services = {port for pid in children_of(up) for port in listening_ports(pid)}
+    assert len(services) == 3
+    assert int(endpoint.rpartition(":")[2]) in services
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(60) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def listening_ports(pid: int) -> set[int]:
+    """TCP ports that a process listens on."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(descriptor))
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}

@@ -183,3 +183,19 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, environ: Mapping
 
 def test_free_ports_are_all_different() -> None:
     assert len(set(free_ports(20))) == 20
+
+
+def test_a_child_loads_nothing_from_the_folder_it_was_started_in(
+    tmp_path: Path, environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that others may write to, a file named like a module would run as whoever started it."""
+    module = write_module(tmp_path, "import queue\nprint('own', flush=True)\n")
+    anywhere = tmp_path / "anywhere"
+    anywhere.mkdir()
+    for name in ("queue", "runpy", "specdec", "some_service", "sitecustomize"):
+        (anywhere / f"{name}.py").write_text("raise SystemExit('intruded')")
+    monkeypatch.chdir(anywhere)
+    child = Child("x", module, [], environ)
+    wait_for_end(child)
+    assert child.last_words() == "own"
+    child.stop()

@@ -86,3 +86,28 @@ def test_pruning_takes_what_was_unused_for_longest_and_nothing_else(tmp_path: Pa
     assert [path.exists() for path in paths] == [True, False, False, True, True]
     assert other.exists()
     kept_files.prune(tmp_path / "nowhere", "*.pt2", max_bytes=0)
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_a_folder_that_others_may_write_is_neither_usable_nor_kept(
+    kept: Path, tmp_path: Path, below: str
+) -> None:
+    """Between the look at a file and its use, another could be put in its place."""
+    folder = tmp_path / below if below else kept.parent
+    folder.chmod(0o777)
+    assert not kept_files.is_usable(kept)
+    with pytest.raises(PermissionError):
+        kept_files.keep(tmp_path / "built", kept)
+    folder.chmod(0o1777)  # as the folder of temporary files: others' files cannot be moved
+    assert kept_files.is_usable(kept)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_a_folder_of_another_user_is_not_usable(kept: Path, tmp_path: Path, below: str) -> None:
+    os.chown(tmp_path / below if below else kept.parent, 12345, -1)
+    assert not kept_files.is_usable(kept)
+
+
+def test_folders_are_made_for_this_user_alone(kept: Path) -> None:
+    assert [folder.stat().st_mode & 0o777 for folder in (kept.parent, kept.parent.parent)] == [0o700, 0o700]

@@ -1,0 +1,130 @@
+"""A replica's record as the registry holds it: JSON, bounded and checked on the way in and on the way out.
+
+Whoever can write to Redis can put anything there, and one record must not stop those who read the others. Not here:
+where records lie and for how long (`redis_store`, which alone calls this).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from specdec.config import check_dialable
+from specdec.errors import InvalidRequest
+from specdec.state.store import ReplicaRecord
+from specdec.types import EngineInfo
+
+MAX_RECORD_BYTES = 32 << 10
+MAX_REPLICA_ID_BYTES = 256
+#: Of any other name: a model may be a long path.
+_MAX_NAME_CHARACTERS = 4096
+_MAX_EOS_TOKEN_IDS = 1024
+_MAX_COUNT = (1 << 63) - 1
+_MAX_REASON_CHARACTERS = 200
+
+
+def encode_record(record: ReplicaRecord) -> str:
+    """The record as JSON.
+
+    Raises:
+        InvalidRequest: readers would leave it out; one sentence says why.
+    """
+    try:
+        values = {"address": _address(record.address), "engine": asdict(record.engine)}
+        text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+        _check_size(len(text.encode()), len(record.engine.replica_id.encode()))
+        decode_record(text.encode())
+    except ValueError as error:
+        raise InvalidRequest(f"the replica cannot be published: {error}", field="address") from error
+    return text
+
+
+def decode_record(text: bytes) -> ReplicaRecord:
+    """Reads a record of this or a newer version: fields it does not know are left out.
+
+    Raises:
+        ValueError: it is none; one short line of plain characters says why.
+    """
+    _check_size(len(text), 0)
+    try:
+        record = json.loads(text)
+        address, engine = record["address"], record["engine"]
+        kinds = _engine_fields()
+        values = {name: kinds[name](name, value) for name, value in engine.items() if name in kinds}
+        return ReplicaRecord(_address(address), EngineInfo(**values))
+    except ValueError as error:
+        raise ValueError(_plain(str(error))) from error
+    except (AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(_plain(f"{type(error).__name__}: {error}")) from error
+
+
+def _plain(reason: str) -> str:
+    return reason.encode("ascii", "backslashreplace").decode()[:_MAX_REASON_CHARACTERS]
+
+
+def _address(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("address is not a text")
+    try:
+        return check_dialable(value)
+    except ValueError as error:
+        raise ValueError(f"address {error}") from error
+
+
+def _check_size(num_bytes: int, id_bytes: int) -> None:
+    if num_bytes > MAX_RECORD_BYTES or id_bytes > MAX_REPLICA_ID_BYTES:
+        raise ValueError(
+            f"a record may have {MAX_RECORD_BYTES} bytes and a replica id {MAX_REPLICA_ID_BYTES}, "
+            f"not {num_bytes} and {id_bytes}"
+        )
+
+
+@cache
+def _engine_fields() -> Mapping[str, Callable[[str, Any], Any]]:
+    """What reads each field of `EngineInfo`, by the type it is declared with."""
+    hints = get_type_hints(EngineInfo)
+    return {field.name: _READERS[hints[field.name]] for field in fields(EngineInfo)}
+
+
+def _name(field: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_NAME_CHARACTERS:
+        raise ValueError(f"{field} is not a text of at most {_MAX_NAME_CHARACTERS} characters")
+    value.encode()  # a lone surrogate is no text either, and cannot be sent on
+    return value
+
+
+def _count(field: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{field} is not a count")
+    return value
+
+
+def _share(field: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{field} is not a finite number")
+    return float(value)
+
+
+def _truth(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{field} is neither true nor false")
+    return value
+
+
+def _ids(field: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_EOS_TOKEN_IDS:
+        raise ValueError(f"{field} is not a list of at most {_MAX_EOS_TOKEN_IDS} ids")
+    return tuple(_count(field, token_id) for token_id in value)
+
+
+_READERS: dict[Any, Callable[[str, Any], Any]] = {
+    str: _name,
+    int: _count,
+    float: _share,
+    bool: _truth,
+    tuple[int, ...]: _ids,
+}

@@ -1,0 +1,259 @@
+"""Templates that never end or want all memory, texts far too long, tokenizers that panic: one error, and on it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from coordinator.prompt import encode_prompt
+from coordinator.servicer import CoordinatorServicer
+from coordinator.text_process import GivenUp
+from coordinator.tokenizer import ServedTokenizer
+from specdec.errors import InvalidRequest
+from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.types import Mode
+from specdec.v1 import coordinator_pb2
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.coordinator_rig import Rig
+from tests.unit.coordinator.test_prompt import NOTHING, ask, chat
+from tests.unit.coordinator.test_tokenizer import save
+
+HELLO = [{"role": "user", "content": "hello"}]
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
+
+ENDLESS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+HOSTILE_TEMPLATES = {
+    "a loop without end": ENDLESS,
+    "one without end in C": "{% set n = messages | length + 8 %}{{ n ** (n ** (n ** n)) }}",
+    "a loop without end at compile time": "{{ 9 ** (9 ** (9 ** 9)) }}",
+    "gigabytes": "{{ 'a' * 10 ** 10 }}",
+    "gigabytes by a filter": "{{ 'a' | center(10 ** 10) }}",
+    "gigabytes by a format": "{{ '%10000000000d' % 1 }}",
+    "gigabytes by doubling": (
+        "{% set n = namespace(x='a' * 1000) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+    ),
+    "far too much text": "{{ 'hello ' * 20000000 }}",
+    "division by zero": "{{ 1 / 0 }}",
+    "a wrong type": "{{ 1 + messages }}",
+    "a recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "what is not there": "{{ messages[7].content.x }}",
+    "bad syntax": "{% for %}",
+    "half a character": "{{ '\\ud800' }}",
+    "a way out of the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
+def test_a_hostile_template_is_one_error(tmp_path: Path, name: str) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path, chat_template=HOSTILE_TEMPLATES[name]))
+    with pytest.raises(InvalidRequest) as refusal:
+        tokenizer.encode_chat(HELLO)
+    assert refusal.value.field == "messages"
+    assert "\n" not in refusal.value.message
+    assert len(refusal.value.message) < 1000
+
+
+def test_conversations_go_on_after_one_that_the_template_never_ends_with(tmp_path: Path) -> None:
+    endless_for_world = "{% if messages[0].content == 'world' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+    tokenizer = ServedTokenizer(save(tmp_path, chat_template=endless_for_world))
+    for _ in range(2):
+        assert tokenizer.encode_chat(HELLO) == [4]
+        with pytest.raises(InvalidRequest, match="took more than"):
+            tokenizer.encode_chat([{"role": "user", "content": "world"}])
+    assert tokenizer.encode_chat(HELLO) == [4]
+
+
+def test_a_template_sees_the_special_tokens_and_renders_as_transformers_does(tmp_path: Path) -> None:
+    template = (
+        "{{ bos_token }} {% for m in messages %}{{ m.role }} {{ m.content | trim }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    save(tmp_path, chat_template=template)
+    conversation = [*HELLO, {"role": "assistant", "content": "  world "}]
+    expected = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
+        conversation, add_generation_prompt=True, return_dict=False
+    )
+    assert ServedTokenizer(tmp_path).encode_chat(conversation) == expected == [0, 2, 4, 3, 5, 3]
+
+
+def test_a_process_that_somebody_else_ended_costs_nobody_an_error(tmp_path: Path) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path))
+    expected = tokenizer.encode_chat(HELLO)
+    process = tokenizer._templates._process
+    assert process is not None
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert tokenizer.encode_chat(HELLO) == expected
+
+
+def test_the_process_of_templates_ends_with_its_tokenizer(tmp_path: Path) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path))
+    tokenizer.encode_chat(HELLO)
+    process = tokenizer._templates._process
+    assert process is not None
+    del tokenizer
+    assert process.returncode is not None
+
+
+def test_a_text_far_beyond_the_context_is_refused_before_any_of_it_is_encoded() -> None:
+    """Its last character cannot be encoded at all: whoever had begun would say that."""
+    tokenizer = ServedTokenizer(DEMO)
+    text = "a" * 3_900_000 + "\ud800"
+    with pytest.raises(InvalidRequest, match="characters") as refusal:
+        encode_prompt(ask(text=text), NOTHING, tokenizer, 512)
+    assert (refusal.value.reason, refusal.value.field) == ("CONTEXT_TOO_LONG", "prompt")
+
+
+def test_a_conversation_far_beyond_the_context_is_refused_after_it_was_rendered(tmp_path: Path) -> None:
+    for file in DEMO.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    tokenizer = ServedTokenizer(tmp_path)
+    with pytest.raises(InvalidRequest, match="characters") as refusal:
+        encode_prompt(ask(messages=chat("a" * 3_900_000)), NOTHING, tokenizer, 512)
+    assert (refusal.value.reason, refusal.value.field) == ("CONTEXT_TOO_LONG", "messages")
+    # What the template leaves out does not count.
+    prompt = encode_prompt(ask(messages=chat("a" * 3_900_000, "hello")), NOTHING, tokenizer, 512)
+    assert prompt.num_tokens > 0
+
+
+@pytest.mark.parametrize("length", [1000, 200_000])
+def test_a_long_text_is_encoded_as_a_short_one_is(length: int) -> None:
+    """Past a length, in another process."""
+    tokenizer, text = ServedTokenizer(DEMO), ("Once upon a time, é ü 猫 🦊 " * length)[:length]
+    expected = PreTrainedTokenizerFast.from_pretrained(DEMO).encode(text, add_special_tokens=True)
+    assert tokenizer.encode(text, add_special_tokens=True) == expected
+
+
+@pytest.mark.parametrize("asked", ["text", "messages"])
+def test_work_that_nobody_waits_for_is_left_and_its_process_ended(tmp_path: Path, asked: str) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path, chat_template=ENDLESS) if asked == "messages" else DEMO)
+    given_up, raised = threading.Event(), []
+
+    def work() -> None:
+        try:
+            if asked == "text":
+                tokenizer.encode("x" * 3_900_000, add_special_tokens=False, given_up=given_up)
+            else:
+                tokenizer.encode_chat(HELLO, given_up=given_up)
+        except GivenUp as error:
+            raised.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    asked_of = tokenizer._long_texts if asked == "text" else tokenizer._templates
+    while asked_of._process is None:
+        pass
+    child = asked_of._process.pid
+    given_up.set()
+    worker.join()
+    assert len(raised) == 1
+    assert not Path(f"/proc/{child}").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def byte_level(**changes: object) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    merges = []
+    for length in (2, 4, 8):
+        vocabulary["a" * length] = len(vocabulary)
+        merges.append(("a" * (length // 2), "a" * (length // 2)))
+    if changes.get("lacks_a_byte"):
+        del vocabulary["b"]
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = changes.get("pre_tokenizer") or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if "normalizer" in changes:
+        backend.normalizer = changes["normalizer"]
+    if "added" in changes:
+        backend.add_tokens([changes["added"]])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+#: Each with a text that is far fewer tokens than its characters seem to need.
+SWALLOWING = {
+    "strip": ({"normalizer": normalizers.Strip()}, " " * 5000 + "a"),
+    "a pattern left out": ({"normalizer": normalizers.Replace(Regex("b+"), "")}, "b" * 5000 + "a"),
+    "a long pattern made short": ({"normalizer": normalizers.Replace("b" * 100, "b")}, "b" * 5000),
+    "accents left out": (
+        {"normalizer": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])}, "\u0301" * 5000 + "a",
+    ),
+    "spaces between words": (
+        {"pre_tokenizer": pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)])}, " " * 5000 + "a",
+    ),
+    "a removing split": (
+        {"pre_tokenizer": pre_tokenizers.Sequence(
+            [pre_tokenizers.Split("b", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)])},
+        "b" * 5000 + "a",
+    ),
+    "an added token that takes the space before it": ({"added": AddedToken("<x>", lstrip=True)}, " " * 5000 + "<x>"),
+    "an added token that takes the space after it": ({"added": AddedToken("<x>", rstrip=True)}, "<x>" + " " * 5000),
+    "a byte that is not there": ({"lacks_a_byte": True}, "b" * 5000 + "a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWALLOWING)
+def test_a_text_is_never_refused_for_characters_that_the_tokenizer_swallows(tmp_path: Path, name: str) -> None:
+    changes, text = SWALLOWING[name]
+    byte_level(**changes).save_pretrained(tmp_path)
+    prompt = encode_prompt(ask(text=text), NOTHING, ServedTokenizer(tmp_path), 100)
+    assert prompt.num_tokens < 100
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"normalizer": normalizers.NFC()}, {"added": AddedToken("<" + "x" * 50 + ">")}]
+)
+def test_a_bound_holds_for_the_texts_of_fewest_tokens(tmp_path: Path, changes: dict[str, object]) -> None:
+    byte_level(**changes).save_pretrained(tmp_path)
+    tokenizer = ServedTokenizer(tmp_path)
+    for text in ("a" * 8000, ("<" + "x" * 50 + ">") * 100, "\u03b1\u0313\u0300\u0345" * 1000):
+        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        assert len(tokenizer.encode(text, add_special_tokens=False, max_tokens=num_tokens)) == num_tokens
+    with pytest.raises(InvalidRequest, match="characters"):
+        tokenizer.encode("b" * 1_000_000, add_special_tokens=False, max_tokens=100)
+
+
+def test_text_that_no_tokenizer_takes_is_one_error(tmp_path: Path) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path))
+    with pytest.raises(InvalidRequest) as refusal:
+        tokenizer.encode("hello \ud800", add_special_tokens=False)
+    assert refusal.value.field == "prompt"
+
+
+async def test_a_call_past_its_deadline_leaves_no_work_behind() -> None:
+    tokenizer = ServedTokenizer(DEMO)
+    server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
+    async with Rig() as rig:
+        coordinator = await rig.coordinator()
+        servicer = CoordinatorServicer(coordinator.generations, coordinator.pools, tokenizer, Mode.REJECTION)
+        servicer.add_to(server.grpc_server)
+        await server.start()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = CoordinatorServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="x" * 3_900_000), timeout=1.0)
+            assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            async with asyncio.timeout(30):
+                while children_of(os.getpid()):
+                    await stub.GetInfo(coordinator_pb2.GetInfoRequest())  # other calls are answered meanwhile
+            response = await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="once"), timeout=60.0)
+            assert len(response.token_ids) > 0
+        await server.stop(0)
+
+
+def children_of(pid: int) -> set[str]:
+    """Running children that work on text."""
+    pids = {pid for task in Path(f"/proc/{pid}/task").iterdir() for pid in (task / "children").read_text().split()}
+    return {pid for pid in pids if "text_child" in Path(f"/proc/{pid}/cmdline").read_text()}
