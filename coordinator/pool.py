@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Generic, TypeVar
 
+from coordinator.lateness import Lateness
 from specdec.errors import NotFound, SpecdecError, Unavailable, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.state.store import ReplicaRegistry
@@ -37,6 +38,7 @@ class Replica(Generic[LinkT]):
         self.link: LinkT = link
         self.info: EngineInfo | None = None
         self.is_alive = False
+        self.lateness = Lateness()
         self.num_answered = 0
         """Rounds it has answered this coordinator."""
         self.num_rows = 0
@@ -49,7 +51,12 @@ class Replica(Generic[LinkT]):
 
     @property
     def takes_sessions(self) -> bool:
-        return self.is_alive and self.info is not None and not self.info.draining
+        return self.is_in_use and self.info is not None and not self.info.draining
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether it lives and is not left alone for its lateness."""
+        return self.is_alive and not self.lateness.is_out(self.link.heard_at)
 
     @property
     def load(self) -> int:
@@ -83,6 +90,7 @@ class Replica(Generic[LinkT]):
             raise Unavailable(f"{self.address} is a {info.role} service, a {self.role} service was expected")
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
+            self.lateness.forgive()
         self.info = info
         self.is_alive = True
         self._new_sessions = 0

@@ -100,6 +100,8 @@ class _Stream:
         self._outbox: deque[_Pending] = deque()
         self._wake = asyncio.Event()
         self._next_call_id = 0
+        self.heard_at = 0.0
+        """When the latest frame came, by the loop's clock; 0 before the first."""
         self.closed = False
         self._task = asyncio.create_task(self._run(), name=f"link {address}")
 
@@ -161,6 +163,7 @@ class _Stream:
 
     def _deliver(self, frame: bytes) -> None:
         """Decodes the replies of a frame together and tells each caller its own."""
+        self.heard_at = self._loop.time()
         items: list[Any] = []
         waiting: list[_Pending] = []
         for item, num_bytes in self._items_of(frame):
@@ -252,6 +255,14 @@ class _Link(Generic[RequestT, ReplyT]):
         wire = WireCount() if wire is None else wire
         reply: ReplyT = await stream.ask(call_id, request, item, wire, deadline_s)
         return reply
+
+    @property
+    def heard_at(self) -> float:
+        """When the replica last answered a streamed call, also one that nobody waited for any more.
+
+        By the event loop's clock; 0 where it has not answered since the link last dialled.
+        """
+        return self._stream.heard_at if self._stream is not None else 0.0
 
     def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
         """The replies of a frame and their sizes. Raises DecodeError."""

@@ -1,0 +1,67 @@
+"""How long a round waits for its draft: a multiple of what the pool's answers have taken, reading the prompt included.
+
+Arithmetic on what it is told, no clock of its own. Not here: how many tokens to ask for (`gamma`), what becomes of a
+replica that misses its deadline (`lateness`). One for each draft pool; called by `round`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from coordinator.gamma import MAX_PREFILLED
+from specdec.core.forward_time import KEEP, RunningMean
+
+#: A deadline is so many times what is predicted, and never shorter than the floor: a process that shares its cores
+#: pauses for some tens of milliseconds now and then.
+DEADLINE_MULTIPLE = 8.0
+LEAST_DEADLINE_S = 0.1
+
+#: Believed of a pool before its first answer. A guess that is too short costs a target-only round.
+FIRST_WAIT_S = 0.05
+FIRST_PREFILL_S = 0.001
+
+#: The guess of a prefilled token's time counts as this many observed tokens.
+PRIOR_PREFILL_TOKENS = 64.0
+
+
+class DraftClock:
+    """Times of one pool's answers. Only answers that came in time count, so a hung replica adds nothing to it."""
+
+    def __init__(self) -> None:
+        self._square = RunningMean()
+        """Of the seconds a draft token. Squares, because the wait after a branch miss must not be lost among the many
+        short ones after hits."""
+        self._is_measured = False
+        self._prefill_s = FIRST_PREFILL_S * PRIOR_PREFILL_TOKENS
+        self._prefill_tokens = PRIOR_PREFILL_TOKENS
+
+    def observe(self, num_tokens: int, num_prefilled: int, wait_s: float) -> None:
+        """Learns from an answer.
+
+        Args:
+            num_tokens: draft tokens asked for, at least 1.
+            num_prefilled: committed tokens that the replica had to run.
+            wait_s: from asking to the answer.
+        """
+        if num_prefilled <= MAX_PREFILLED:
+            self._square.observe((wait_s / num_tokens) ** 2)
+            self._is_measured = True
+            return
+        # The guess fades with the past: totals, so that a long prompt says more than a short one.
+        self._prefill_s = self._prefill_s * KEEP + max(0.0, wait_s - self._decode_s(num_tokens))
+        self._prefill_tokens = self._prefill_tokens * KEEP + num_prefilled
+
+    def deadline_s(self, num_tokens: int, num_prefilled: int) -> float:
+        """Seconds that an answer may take.
+
+        Args:
+            num_tokens: draft tokens asked for.
+            num_prefilled: committed tokens that the replica has to run first, as far as is known.
+        """
+        predicted_s = self._decode_s(num_tokens)
+        if num_prefilled > MAX_PREFILLED:
+            predicted_s += num_prefilled * self._prefill_s / self._prefill_tokens
+        return max(LEAST_DEADLINE_S, DEADLINE_MULTIPLE * predicted_s)
+
+    def _decode_s(self, num_tokens: int) -> float:
+        return num_tokens * math.sqrt(self._square.value) if self._is_measured else FIRST_WAIT_S
