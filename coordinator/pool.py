@@ -24,6 +24,9 @@ TARGET = "target"
 #: How long a replica may take to describe itself before it counts as dead.
 DESCRIBE_TIMEOUT_S = 5.0
 
+#: A poll waits for so long at most: one hung replica must not keep it from the others.
+POLL_PATIENCE_S = 1.0
+
 LinkT = TypeVar("LinkT", DraftLink, TargetLink)
 
 _log = logging.getLogger(__name__)
@@ -129,6 +132,8 @@ class ReplicaPools:
         self._replicas: dict[tuple[str, str], Replica[Any]] = {}
         self._draft_pool_names: set[str] = set()
         self._refused: set[tuple[str, str]] = set()
+        self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Those under way."""
         self._was_ready = False
         self._last_target_info: EngineInfo | None = None
 
@@ -204,7 +209,7 @@ class ReplicaPools:
         for key in endpoints - self._replicas.keys() - self._refused:
             self._replicas[key] = _open_replica(*key)
         self._refused &= endpoints
-        await asyncio.gather(*(self._check(key, replica) for key, replica in list(self._replicas.items())))
+        await self._check_all()
         if self.is_ready != self._was_ready:
             self._was_ready = self.is_ready
             if self._on_readiness is not None:
@@ -218,6 +223,8 @@ class ReplicaPools:
 
     async def close(self) -> None:
         """Closes every connection. Idempotent."""
+        for check in self._checks.values():
+            check.cancel()
         replicas, self._replicas = list(self._replicas.values()), {}
         await asyncio.gather(*(replica.link.close() for replica in replicas))
 
@@ -245,6 +252,18 @@ class ReplicaPools:
             _log.warning("the replica registry cannot be read: %s", error)
             return set(self._replicas) | self._refused
 
+    async def _check_all(self) -> None:
+        """Checks every replica. What a hung one takes beyond `POLL_PATIENCE_S` goes on beside the next polls."""
+        for key, replica in self._replicas.items():
+            if key not in self._checks:
+                self._checks[key] = asyncio.create_task(self._check(key, replica), name=f"check {replica.address}")
+        if self._checks:
+            await asyncio.wait(self._checks.values(), timeout=POLL_PATIENCE_S)
+        for key, check in list(self._checks.items()):
+            if check.done():
+                del self._checks[key]
+                check.result()
+
     async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
         try:
             await replica.describe(self.vocabulary_fingerprint)
@@ -253,7 +272,8 @@ class ReplicaPools:
                 raise
             _log.error("refused: %s", error)
             self._refused.add(key)
-            await self._replicas.pop(key).link.close()
+            if self._replicas.get(key) is replica:  # else it has left in the meantime
+                await self._replicas.pop(key).link.close()
         except (SpecdecError, TimeoutError) as error:
             replica.fail(error)
         else:

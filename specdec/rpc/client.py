@@ -100,8 +100,6 @@ class _Stream:
         self._outbox: deque[_Pending] = deque()
         self._wake = asyncio.Event()
         self._next_call_id = 0
-        self.heard_at = 0.0
-        """When the latest frame came, by the loop's clock; 0 before the first."""
         self.closed = False
         self._task = asyncio.create_task(self._run(), name=f"link {address}")
 
@@ -163,7 +161,6 @@ class _Stream:
 
     def _deliver(self, frame: bytes) -> None:
         """Decodes the replies of a frame together and tells each caller its own."""
-        self.heard_at = self._loop.time()
         items: list[Any] = []
         waiting: list[_Pending] = []
         for item, num_bytes in self._items_of(frame):
@@ -226,6 +223,9 @@ class _Link(Generic[RequestT, ReplyT]):
         self._stub: Any = None
         self._stream: _Stream | None = None
         self._closed = False
+        self.heard_at = 0.0
+        """When the replica last answered a streamed call, also one that nobody waited for any more: by the event
+        loop's clock, 0 before the first."""
 
     # What a subclass fills in.
     _stub_type: Callable[[grpc.aio.Channel], Any]
@@ -256,16 +256,9 @@ class _Link(Generic[RequestT, ReplyT]):
         reply: ReplyT = await stream.ask(call_id, request, item, wire, deadline_s)
         return reply
 
-    @property
-    def heard_at(self) -> float:
-        """When the replica last answered a streamed call, also one that nobody waited for any more.
-
-        By the event loop's clock; 0 where it has not answered since the link last dialled.
-        """
-        return self._stream.heard_at if self._stream is not None else 0.0
-
     def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
         """The replies of a frame and their sizes. Raises DecodeError."""
+        self.heard_at = asyncio.get_running_loop().time()
         items = split_items(frame)
         if items is None:  # with fields that a later version has, or broken
             return [(reply, reply.ByteSize()) for reply in self._replies_of(frame)]
