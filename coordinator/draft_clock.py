@@ -11,9 +11,10 @@ import math
 from coordinator.gamma import MAX_PREFILLED
 from specdec.core.forward_time import KEEP, RunningMean
 
-#: A deadline is so many times what is predicted, and never shorter than the floor: a process that shares its cores
-#: pauses for some tens of milliseconds now and then.
+#: A deadline is so many times what is predicted of drafting and of reading, which lasts longer and varies less; it is
+#: never shorter than the floor, as a process that shares its cores pauses for some tens of milliseconds now and then.
 DEADLINE_MULTIPLE = 8.0
+PREFILL_MULTIPLE = 3.0
 LEAST_DEADLINE_S = 0.1
 
 #: Believed of a pool before its first answer. A guess that is too short costs a target-only round.
@@ -58,10 +59,10 @@ class DraftClock:
             num_tokens: draft tokens asked for.
             num_prefilled: committed tokens that the replica has to run first, as far as is known.
         """
-        predicted_s = self._decode_s(num_tokens)
+        deadline_s = DEADLINE_MULTIPLE * self._decode_s(num_tokens)
         if num_prefilled > MAX_PREFILLED:
-            predicted_s += num_prefilled * self._prefill_s / self._prefill_tokens
-        return max(LEAST_DEADLINE_S, DEADLINE_MULTIPLE * predicted_s)
+            deadline_s += PREFILL_MULTIPLE * num_prefilled * self._prefill_s / self._prefill_tokens
+        return max(LEAST_DEADLINE_S, deadline_s)
 
     def _decode_s(self, num_tokens: int) -> float:
         return num_tokens * math.sqrt(self._square.value) if self._is_measured else FIRST_WAIT_S

@@ -131,13 +131,14 @@ class PoolRecord:
         self.tokens_since_draft = 0 if times.num_asked else self.tokens_since_draft + times.num_accepted + 1
 
     def observe(self, times: RoundTimes, *, is_probe: bool = False) -> None:
-        """`is_probe`: what is remembered of the draft is from before a spell without it."""
+        """`is_probe`: what is remembered of the draft's times is from before a spell without it."""
         self.num_rounds += 1
-        elapsed = MOST_TOKENS_PER_PROBE if is_probe else self.num_rounds - self._last_draft_round
+        elapsed = self.num_rounds - self._last_draft_round
         if times.num_draft_tokens:
             self._acceptance.observe(times.num_draft_tokens, times.num_accepted, elapsed)
         if times.num_asked and times.num_draft_prefilled <= MAX_PREFILLED:
-            self.draft_wait.observe(times.num_asked, times.committed_len, times.draft_s, elapsed)
+            fading_rounds = MOST_TOKENS_PER_PROBE if is_probe else elapsed
+            self.draft_wait.observe(times.num_asked, times.committed_len, times.draft_s, fading_rounds)
         if times.num_asked:
             self._last_draft_round = self.num_rounds
         if times.num_prefilled > MAX_PREFILLED:
@@ -191,6 +192,7 @@ class GammaChooser:
         self._rounds_since_draft = 0
         self._probes_left = 0
         self._is_probing = False
+        """Whether the rounds that ask are a probe for the whole pool."""
         self._committed_len = 0
         self._is_first = True
 
@@ -204,8 +206,7 @@ class GammaChooser:
         if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
             return min(FIRST_GAMMA, limit)
         best = self._best(limit)
-        self._is_probing = not best and self._begins_or_continues_probe(limit)
-        return best or int(self._is_probing)
+        return best or int(self._begins_or_continues_probe(limit))
 
     def observe(self, times: RoundTimes) -> None:
         """Learns from a finished round."""
@@ -221,30 +222,40 @@ class GammaChooser:
             # Whatever is cold is paid for in a session's first round, and never again.
             self._is_first = False
             return
-        is_probe, self._is_probing = self._is_probing, False
+        is_probe = bool(times.num_asked) and self._is_probing
         if is_probe and not self._is_news(times):
-            self._probes_left = 0
+            self._end_probe()
         self._pool.observe(times, is_probe=is_probe)
 
     def _is_news(self, times: RoundTimes) -> bool:
         """Whether a probe's round leaves something to find out."""
-        if not times.num_asked or times.num_draft_prefilled > MAX_PREFILLED:
+        if times.num_draft_prefilled > MAX_PREFILLED:
             return True
         return times.draft_s < 0.5 * self._pool.draft_wait.predict(times.num_asked, times.committed_len)
 
     def _begins_or_continues_probe(self, limit: int) -> bool:
         """Whether this round asks the draft to learn, not to gain.
 
-        The session's own count of tokens is for its own acceptance, the pool's for the draft's times.
+        The session's own count of tokens is for its own acceptance, which any draft shows; the pool's for the draft's
+        times, and whoever notices first asks for all.
         """
-        tokens = max(self._rounds_since_draft, self._pool.tokens_since_draft)
-        if not self._probes_left and limit >= ROUNDS_PER_PROBE and tokens >= self._tokens_per_probe():
-            self._pool.tokens_since_draft = 0
-            self._probes_left = ROUNDS_PER_PROBE
+        if not self._probes_left:
+            self._end_probe()
+            tokens = self._tokens_per_probe()
+            if self._pool.tokens_since_draft >= tokens and limit >= ROUNDS_PER_PROBE:
+                self._pool.tokens_since_draft = 0
+                self._is_probing = True
+                self._probes_left = ROUNDS_PER_PROBE
+            elif self._rounds_since_draft >= tokens:
+                self._probes_left = 1
         if not self._probes_left:
             return False
         self._probes_left -= 1
         return True
+
+    def _end_probe(self) -> None:
+        self._probes_left = 0
+        self._is_probing = False
 
     def _tokens_per_probe(self) -> float:
         """A probe is two rounds mostly; a target-only round is one token."""

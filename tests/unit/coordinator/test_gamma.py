@@ -118,7 +118,8 @@ def test_the_first_round_asks_for_a_few_tokens() -> None:
 @pytest.mark.parametrize("draft_step_s", [0.0005, 0.0025, 0.01, 0.03])
 def test_a_steady_law_gets_nearly_the_best_goodput(alpha: float, draft_step_s: float) -> None:
     world = World(draft_step_s=draft_step_s)
-    gammas = chosen(one(), world, alpha, 600)[100:]
+    # Three runs: which acceptances one happens to draw moves it by a hundredth.
+    gammas = [gamma for seed in (1, 2, 3) for gamma in chosen(one(), world, alpha, 600, seed=seed)[100:]]
     tokens = sum(expected_tokens_per_round([alpha] * gamma) for gamma in gammas)
     seconds = sum(world.round_s(gamma) for gamma in gammas)
     assert tokens / seconds >= 0.97 * world.goodput(world.best_gamma(alpha), alpha)
