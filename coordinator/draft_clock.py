@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 from coordinator.gamma import MAX_PREFILLED
-from specdec.core.forward_time import KEEP, RunningMean
+from specdec.core.forward_time import KEEP, ForwardTime
 
 #: A deadline is so many times what is predicted of drafting and of reading, which lasts longer and varies less; it is
 #: never shorter than the floor, as a process that shares its cores pauses for some tens of milliseconds now and then.
-DEADLINE_MULTIPLE = 8.0
+DEADLINE_MULTIPLE = 6.0
 PREFILL_MULTIPLE = 3.0
 LEAST_DEADLINE_S = 0.1
 
@@ -29,10 +29,11 @@ class DraftClock:
     """Times of one pool's answers. Only answers that came in time count, so a hung replica adds nothing to it."""
 
     def __init__(self) -> None:
-        self._square = RunningMean()
-        """Of the seconds a draft token. Squares, because the wait after a branch miss must not be lost among the many
-        short ones after hits."""
-        self._is_measured = False
+        self._square = ForwardTime(is_fixed=False)
+        """Of waits. Squares, because the wait after a branch miss must not be lost among the many short ones after
+        hits; and while every round asked for the same, four times as many tokens are expected to take twice as long,
+        between a trip and a step for each."""
+        self._is_cold = True
         self._prefill_s = FIRST_PREFILL_S * PRIOR_PREFILL_TOKENS
         self._prefill_tokens = PRIOR_PREFILL_TOKENS
 
@@ -44,9 +45,11 @@ class DraftClock:
             num_prefilled: committed tokens that the replica had to run.
             wait_s: from asking to the answer.
         """
+        if self._is_cold:  # the pool's first answer pays for whatever is, and there may be few to outweigh it
+            self._is_cold = False
+            return
         if num_prefilled <= MAX_PREFILLED:
-            self._square.observe((wait_s / num_tokens) ** 2)
-            self._is_measured = True
+            self._square.observe(num_tokens, 0.0, wait_s**2)
             return
         # The guess fades with the past: totals, so that a long prompt says more than a short one.
         self._prefill_s = self._prefill_s * KEEP + max(0.0, wait_s - self._decode_s(num_tokens))
@@ -65,4 +68,4 @@ class DraftClock:
         return max(LEAST_DEADLINE_S, deadline_s)
 
     def _decode_s(self, num_tokens: int) -> float:
-        return num_tokens * math.sqrt(self._square.value) if self._is_measured else FIRST_WAIT_S
+        return math.sqrt(max(0.0, self._square.predict(num_tokens, 0.0))) if self._square.is_measured else FIRST_WAIT_S

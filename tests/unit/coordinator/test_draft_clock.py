@@ -19,7 +19,22 @@ def warm(step_s: float, rounds: int = 100) -> DraftClock:
 def test_a_fast_draft_has_the_shortest_deadline_and_a_slow_one_a_multiple_of_its_time() -> None:
     assert warm(0.001).deadline_s(GAMMA, 2) == LEAST_DEADLINE_S
     assert warm(0.05).deadline_s(GAMMA, 2) == pytest.approx(DEADLINE_MULTIPLE * GAMMA * 0.05)
-    assert warm(0.05).deadline_s(1, 2) == pytest.approx(DEADLINE_MULTIPLE * 0.05)
+
+
+@pytest.mark.parametrize(("usual", "now"), [(1, 8), (8, 1)])
+@pytest.mark.parametrize("trip_s", [0.0, 0.2])
+def test_a_draft_asked_for_another_number_of_tokens_is_still_in_time(usual: int, now: int, trip_s: float) -> None:
+    clock = DraftClock()
+    for _ in range(100):
+        clock.observe(usual, 2, trip_s + usual * 0.05)
+    assert clock.deadline_s(now, 2) >= 1.5 * (trip_s + now * 0.05)
+
+
+def test_what_one_token_takes_on_a_busy_machine_is_not_taken_for_each_of_many() -> None:
+    clock = DraftClock()
+    for gamma in [1, 4] * 50:
+        clock.observe(gamma, 2, 0.03 + gamma * 0.001)
+    assert clock.deadline_s(8, 2) <= 2 * DEADLINE_MULTIPLE * 0.038
 
 
 def test_an_unknown_draft_is_not_waited_for_as_long_as_for_a_request() -> None:
