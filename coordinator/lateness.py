@@ -42,9 +42,14 @@ class Lateness:
             return False
         return self._clock() < self._ask_again_at
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether it missed a deadline and was not heard of since; what is asked of it now is a trial."""
+        return self._marked_at is not None
+
     def note_asked(self) -> None:
-        """A call is about to be sent. While the replica is marked that is a trial, and one is enough at a time."""
-        if self._marked_at is not None:
+        """A call is about to be sent. One trial is enough at a time."""
+        if self.is_marked:
             self._ask_again_at = self._clock() + self._pause_s
 
     def note_late(self, asked_at: float, heard_at: float) -> bool:

@@ -225,8 +225,10 @@ class RoundRunner:
         replica.lateness.note_asked()
         deadline_s = None
         if self._setting.draft_timeout_s is not None:
-            # All that is sent has to be run, unless a prefix of it is there from another session.
-            expected_s = self._draft_clock.deadline_s(gamma, len(position.token_ids)) * replica.lateness.slack
+            # All that is sent has to be run, unless a prefix of it is there from another session. Nobody waits for that
+            # where a hung replica is tried again: its answer brings it back, however late.
+            num_unseen = 0 if replica.lateness.is_marked else len(position.token_ids)
+            expected_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.lateness.slack
             deadline_s = self._asked_draft_at + min(expected_s, self._setting.draft_timeout_s)
         return replica.link.propose(ProposeRequest(position, gamma), wire, deadline_s=deadline_s)
 

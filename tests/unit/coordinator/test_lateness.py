@@ -85,8 +85,11 @@ def test_only_one_session_tries_a_replica_again(lateness: Lateness, clock: Clock
     miss(lateness, clock)
     clock.now += FIRST_PAUSE_S
     assert not lateness.is_out(heard_at=0.0)
+    assert lateness.is_marked
     lateness.note_asked()
     assert lateness.is_out(heard_at=0.0)
+    assert not lateness.is_out(heard_at=clock.now)
+    assert not lateness.is_marked
 
 
 def test_many_sessions_that_wait_for_one_hung_replica_count_as_one_lateness(lateness: Lateness, clock: Clock) -> None:
