@@ -40,10 +40,11 @@ class CoordinatorSettings(ServiceSettings):
     """Speculation mode of requests that name none."""
 
     draft_timeout_s: float | None = Field(default=5.0, gt=0.0)
-    """How long a round waits for its draft before it goes on without. "none": until the draft answers or dies."""
+    """The longest that a round waits for its draft before it goes on without; mostly it waits far less, some times what
+    the pool's drafts have been taking. "none": until the draft answers or dies."""
 
-    lease_ttl_s: float = Field(default=10.0, gt=0.0)
-    """How long a session stays locked after its coordinator has died."""
+    lease_ttl_s: float = Field(default=3.0, gt=0.0)
+    """How long a session stays locked after its coordinator has died, or after the store was last reached."""
 
     session_ttl_s: float = Field(default=3600.0, gt=0.0)
     """How long an idle session is kept."""

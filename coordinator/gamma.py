@@ -20,8 +20,15 @@ FIRST_GAMMA = 4
 #: that of all positions together.
 PRIOR_TOKENS = 16.0
 
-#: While target-only is best, one draft token is asked for every so many tokens, to notice when it no longer is.
-TOKENS_PER_PROBE = 50
+#: While target-only is best, one draft token is asked for every so many tokens, to notice when it no longer is: as
+#: often as costs this share of the time, within limits.
+PROBE_SHARE = 0.03
+LEAST_TOKENS_PER_PROBE = 50
+MOST_TOKENS_PER_PROBE = 100
+
+#: Rounds in a row that a probe asks in, at most. A draft that has not seen the last tokens must run them first, so that
+#: only the second round shows what drafting takes; more follow while they show less than half of what is remembered.
+ROUNDS_PER_PROBE = 6
 
 #: A step is never believed to have been larger: what a target says of itself is arithmetic here, and never checked.
 MOST_STEP_TOKENS = 1 << 16
@@ -98,6 +105,9 @@ class PoolRecord:
 
     def __init__(self) -> None:
         self.num_rounds = 0
+        self.tokens_since_draft = 0
+        """Emitted since any session last asked the draft, or began a probe: a request may be too short to count so
+        far by itself."""
         self.draft_wait = ForwardTime(is_fixed=False)
         self.verify_time = ForwardTime(is_fixed=True)
         self.link_s = RunningMean()
@@ -116,13 +126,19 @@ class PoolRecord:
         """Accepted share of tested draft tokens; a middling guess before the first."""
         return self._acceptance.overall(0.7)
 
-    def observe(self, times: RoundTimes) -> None:
+    def count(self, times: RoundTimes) -> None:
+        """Counts a round's tokens, also of a round that is too cold to learn from."""
+        self.tokens_since_draft = 0 if times.num_asked else self.tokens_since_draft + times.num_accepted + 1
+
+    def observe(self, times: RoundTimes, *, is_probe: bool = False) -> None:
+        """`is_probe`: what is remembered of the draft's times is from before a spell without it."""
         self.num_rounds += 1
         elapsed = self.num_rounds - self._last_draft_round
         if times.num_draft_tokens:
             self._acceptance.observe(times.num_draft_tokens, times.num_accepted, elapsed)
         if times.num_asked and times.num_draft_prefilled <= MAX_PREFILLED:
-            self.draft_wait.observe(times.num_asked, times.committed_len, times.draft_s, elapsed)
+            fading_rounds = MOST_TOKENS_PER_PROBE if is_probe else elapsed
+            self.draft_wait.observe(times.num_asked, times.committed_len, times.draft_s, fading_rounds)
         if times.num_asked:
             self._last_draft_round = self.num_rounds
         if times.num_prefilled > MAX_PREFILLED:
@@ -174,6 +190,9 @@ class GammaChooser:
         self._max_gamma = max_gamma
         self._acceptance = Acceptance(SESSION_KEEP)
         self._rounds_since_draft = 0
+        self._probes_left = 0
+        self._is_probing = False
+        """Whether the rounds that ask are a probe for the whole pool."""
         self._committed_len = 0
         self._is_first = True
 
@@ -187,11 +206,12 @@ class GammaChooser:
         if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
             return min(FIRST_GAMMA, limit)
         best = self._best(limit)
-        # A target-only round is one token, so probes stay within their share of the tokens.
-        return best or int(self._rounds_since_draft >= TOKENS_PER_PROBE)
+        return best or int(self._begins_or_continues_probe(limit))
 
     def observe(self, times: RoundTimes) -> None:
         """Learns from a finished round."""
+        if self._fixed is None or times.num_asked:  # requests that never draft need nobody to probe for them
+            self._pool.count(times)
         self._rounds_since_draft += 1
         self._committed_len = times.committed_len + times.num_accepted + 1
         if times.num_draft_tokens:
@@ -202,7 +222,47 @@ class GammaChooser:
             # Whatever is cold is paid for in a session's first round, and never again.
             self._is_first = False
             return
-        self._pool.observe(times)
+        is_probe = bool(times.num_asked) and self._is_probing
+        if is_probe and not self._is_news(times):
+            self._end_probe()
+        self._pool.observe(times, is_probe=is_probe)
+
+    def _is_news(self, times: RoundTimes) -> bool:
+        """Whether a probe's round leaves something to find out."""
+        if times.num_draft_prefilled > MAX_PREFILLED:
+            return True
+        return times.draft_s < 0.5 * self._pool.draft_wait.predict(times.num_asked, times.committed_len)
+
+    def _begins_or_continues_probe(self, limit: int) -> bool:
+        """Whether this round asks the draft to learn, not to gain.
+
+        The session's own count of tokens is for its own acceptance, which any draft shows; the pool's for the draft's
+        times, and whoever notices first asks for all.
+        """
+        if not self._probes_left:
+            self._end_probe()
+            tokens = self._tokens_per_probe()
+            if self._pool.tokens_since_draft >= tokens and limit >= ROUNDS_PER_PROBE:
+                self._pool.tokens_since_draft = 0
+                self._is_probing = True
+                self._probes_left = ROUNDS_PER_PROBE
+            elif self._rounds_since_draft >= tokens:
+                self._probes_left = 1
+        if not self._probes_left:
+            return False
+        self._probes_left -= 1
+        return True
+
+    def _end_probe(self) -> None:
+        self._probes_left = 0
+        self._is_probing = False
+
+    def _tokens_per_probe(self) -> float:
+        """A probe is two rounds mostly; a target-only round is one token."""
+        pool, context = self._pool, self._committed_len
+        round_s = pool.link_s.value + pool.verify_time.predict(1 + pool.other_step_tokens.value, context)
+        tokens = 2 * pool.draft_wait.predict(1, context) / max(PROBE_SHARE * round_s, 1e-9)
+        return min(max(tokens, LEAST_TOKENS_PER_PROBE), MOST_TOKENS_PER_PROBE)
 
     def _best(self, limit: int) -> int:
         """The gamma of the best rate after what its rows cost the others; the smallest of equals."""

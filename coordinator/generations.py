@@ -18,7 +18,9 @@ import numpy as np
 
 from coordinator.accounting import Account
 from coordinator.commits import CommitQueue
+from coordinator.draft_clock import DraftClock
 from coordinator.gamma import GammaChooser, PoolRecord
+from coordinator.lease_keeper import LeaseKeeper
 from coordinator.leases import Leases
 from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import Placement
@@ -108,8 +110,10 @@ class Generations:
         self._commits = CommitQueue(store)
         self._leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         self._tails = Tails(store, self._leases)
+        self._lease_keeper = LeaseKeeper(store)
         self._placement = Placement(pools)
         self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
+        self._draft_clocks: defaultdict[str, DraftClock] = defaultdict(DraftClock)
         self._running: dict[str, Generation] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._num_admitting = 0
@@ -182,6 +186,7 @@ class Generations:
             generation.cancel(Unavailable("the coordinator is shutting down", reason="DRAINING"))
         if left:
             await asyncio.wait([generation.task for generation in left])
+        await self._lease_keeper.close()
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
@@ -330,7 +335,8 @@ class Generations:
             store=self._store,
             commits=self._commits,
             lease=lease,
-            runner=RoundRunner(setting, beginning.tokens, replicas, gamma),
+            lease_keeper=self._lease_keeper,
+            runner=RoundRunner(setting, beginning.tokens, replicas, gamma, self._draft_clocks[speculation.draft_pool]),
             replicas=replicas,
             tokens=beginning.tokens,
             writer=beginning.writer,

@@ -1,6 +1,6 @@
 """How a coordinator gets the right to write a session.
 
-Not here: what a lease is (`specdec.state.store`), renewing one while a generation runs (`session`). Called by
+Not here: what a lease is (`specdec.state.store`), renewing one while a generation runs (`lease_keeper`). Called by
 `generations`.
 """
 

@@ -76,8 +76,8 @@ class SessionReplicas:
         )
 
     def draft(self) -> DraftReplica | None:
-        """The session's draft replica; None when its pool has none alive."""
-        if self._draft is not None and self._draft.is_alive and self._draft.pool == self.draft_pool:
+        """The session's draft replica; None when its pool has none alive, or none that keeps its deadlines."""
+        if self._draft is not None and self._draft.is_in_use and self._draft.pool == self.draft_pool:
             return self._draft
         self._draft = choose_replica(self._session_id, self._pools.drafts(self.draft_pool))
         if self._draft is not None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from coordinator.lateness import Lateness
 from specdec.errors import NotFound, SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.state.store import ReplicaRegistry
@@ -27,6 +28,9 @@ MIN_POLL_INTERVAL_S = 0.05
 
 #: How long a replica may take to describe itself before it counts as dead.
 DESCRIBE_TIMEOUT_S = 5.0
+
+#: A poll waits for so long at most: one hung replica must not keep it from the others.
+POLL_PATIENCE_S = 1.0
 
 LinkT = TypeVar("LinkT", DraftLink, TargetLink)
 
@@ -42,6 +46,7 @@ class Replica(Generic[LinkT]):
         self.link: LinkT = link
         self.info: EngineInfo | None = None
         self.is_alive = False
+        self.lateness = Lateness()
         self.num_answered = 0
         """Rounds it has answered this coordinator."""
         self.num_rows = 0
@@ -64,7 +69,12 @@ class Replica(Generic[LinkT]):
 
     @property
     def takes_sessions(self) -> bool:
-        return self.is_alive and self.info is not None and not self.info.draining
+        return self.is_in_use and self.info is not None and not self.info.draining
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether it lives and is not left alone for its lateness."""
+        return self.is_alive and not self.lateness.is_out(self.link.heard_at)
 
     @property
     def load(self) -> int:
@@ -124,6 +134,7 @@ class Replica(Generic[LinkT]):
             )
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
+            self.lateness.forgive()
         if self.info is not None and info.model_fingerprint != self.model:
             _log.warning(
                 "%s replica %s serves model %s now, %s before",
@@ -170,6 +181,8 @@ class ReplicaPools:
         self._on_readiness = on_readiness
         self._replicas: dict[tuple[str, str], Replica[Any]] = {}
         self._draft_pool_names: set[str] = set()
+        self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Those under way."""
         self._was_ready = False
         self._has_been_ready = False
         self._last_target_info: EngineInfo | None = None
@@ -252,7 +265,7 @@ class ReplicaPools:
         for key in endpoints - self._replicas.keys():
             self._replicas[key] = _open_replica(*key)
             self._replicas[key].on_doubt = self._doubt.set
-        await asyncio.gather(*(self._check(key, replica) for key, replica in list(self._replicas.items())))
+        await self._check_all()
         if self.is_ready != self._was_ready:
             self._was_ready, self._has_been_ready = self.is_ready, True
             if self._on_readiness is not None:
@@ -270,6 +283,8 @@ class ReplicaPools:
 
     async def close(self) -> None:
         """Closes every connection. Idempotent."""
+        for check in self._checks.values():
+            check.cancel()
         replicas, self._replicas = list(self._replicas.values()), {}
         await asyncio.gather(*(replica.link.close() for replica in replicas))
 
@@ -296,6 +311,18 @@ class ReplicaPools:
             # Without the registry the replicas we have go on serving.
             _log.warning("the replica registry cannot be read: %s", error)
             return set(self._replicas)
+
+    async def _check_all(self) -> None:
+        """Checks every replica. What a hung one takes beyond `POLL_PATIENCE_S` goes on beside the next polls."""
+        for key, replica in self._replicas.items():
+            if key not in self._checks:
+                self._checks[key] = asyncio.create_task(self._check(key, replica), name=f"check {replica.address}")
+        if self._checks:
+            await asyncio.wait(self._checks.values(), timeout=POLL_PATIENCE_S)
+        for key, check in list(self._checks.items()):
+            if check.done():
+                del self._checks[key]
+                check.result()
 
     async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
         try:

@@ -12,11 +12,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from coordinator.answers import check_proposal, check_verification, target_fault
+from coordinator.draft_clock import DraftClock
 from coordinator.gamma import GammaChooser, RoundTimes
 from coordinator.placement import SessionReplicas
 from coordinator.pool import DraftReplica, Replica, TargetReplica
@@ -59,7 +61,7 @@ class RoundSetting:
     vocabulary_size: int
     """The target's."""
     draft_timeout_s: float | None
-    """How long a round waits for its draft; None: until the draft answers or dies."""
+    """The longest that a round waits for its draft; None: until the draft answers or dies."""
 
     @property
     def draw_rule(self) -> DrawRule:
@@ -110,14 +112,28 @@ class RoundRunner:
     """Runs the rounds of one request."""
 
     def __init__(
-        self, setting: RoundSetting, tokens: SessionTokens, replicas: SessionReplicas, gamma: GammaChooser
+        self,
+        setting: RoundSetting,
+        tokens: SessionTokens,
+        replicas: SessionReplicas,
+        gamma: GammaChooser,
+        draft_clock: DraftClock,
     ) -> None:
-        """`tokens` is shared with the caller, who extends it by what it commits of each round."""
+        """
+        Args:
+            setting: of the request.
+            tokens: shared with the caller, who extends it by what it commits of each round.
+            replicas: the session's.
+            gamma: the request's.
+            draft_clock: of the session's draft pool.
+        """
         self._setting = setting
         self._tokens = tokens
         self._replicas = replicas
         self._gamma = gamma
-        self._late_in_a_row = 0
+        self._draft_clock = draft_clock
+        self._asked_draft_at = 0.0
+        self._failures_in_a_row = 0
         self._rounds_without_draft = 0
         self._last_answer: tuple[TargetReplica, int, int] | None = None
         """Whose it was, and what that replica had answered by then: rounds and positions."""
@@ -178,14 +194,8 @@ class RoundRunner:
             return _DraftAnswer(missing_cause="draft_context")
         began = time.perf_counter()
         try:
-            deadline_s = self._draft_deadline_s()
-            proposal = await self._ask(
-                replica,
-                round_id,
-                lambda position: replica.link.propose(
-                    ProposeRequest(position, gamma), wire, model=replica.model, deadline_s=deadline_s
-                ),
-            )
+            request = partial(self._request_draft, replica, gamma, wire)
+            proposal = await self._ask(replica, round_id, request)
             check_proposal(
                 proposal,
                 gamma=gamma,
@@ -195,19 +205,33 @@ class RoundRunner:
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_missing_draft(replica, error)
             return _DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause, num_asked=gamma)
-        self._late_in_a_row = 0
+        replica.lateness.forgive()
+        self._failures_in_a_row = 0
+        wait_s = time.perf_counter() - began
+        self._draft_clock.observe(gamma, len(self._tokens) - proposal.num_cached_tokens, wait_s)
         return _DraftAnswer(
             proposal=proposal,
             replica=replica,
-            wait_s=time.perf_counter() - began,
+            wait_s=wait_s,
             missing_cause="" if len(proposal.draft_token_ids) else "empty",
             num_asked=gamma,
         )
 
-    def _draft_deadline_s(self) -> float | None:
-        """Of the event loop's clock."""
-        timeout_s = self._setting.draft_timeout_s
-        return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    def _request_draft(
+        self, replica: DraftReplica, gamma: int, wire: WireCount, position: Round
+    ) -> Awaitable[Proposal]:
+        """Sends the request, to be answered within a deadline that fits what is asked."""
+        self._asked_draft_at = asyncio.get_running_loop().time()
+        replica.lateness.note_asked()
+        deadline_s = None
+        if self._setting.draft_timeout_s is not None:
+            # All that is sent has to be run, unless a prefix of it is there from another session. Nobody waits for that
+            # where a hung replica is tried again: its answer brings it back, however late.
+            num_unseen = 0 if replica.lateness.is_marked else len(position.token_ids)
+            expected_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.lateness.slack
+            deadline_s = self._asked_draft_at + min(expected_s, self._setting.draft_timeout_s)
+        request = ProposeRequest(position, gamma)
+        return replica.link.propose(request, wire, model=replica.model, deadline_s=deadline_s)
 
     async def _verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> _TargetAnswer:
         """Asks the session's target replica, then others while there are any."""
@@ -267,13 +291,14 @@ class RoundRunner:
             RoundTimes(
                 num_draft_tokens=len(drafted.draft_token_ids),
                 num_accepted=num_accepted,
-                draft_s=draft.wait_s,
+                draft_s=draft.wait_s if draft.replica is not None else 0.0,
                 verify_s=target.wait_s,
                 verify_forward_s=verified.forward_s,
                 num_prefilled=committed_len - verified.num_cached_tokens,
                 num_draft_prefilled=committed_len - drafted.num_cached_tokens if draft.replica is not None else 0,
                 committed_len=committed_len,
-                num_asked=draft.num_asked,
+                # A draft that hung says nothing about the others of its pool.
+                num_asked=draft.num_asked if draft.replica is not None else 0,
                 step_tokens=verified.step_tokens,
                 num_others=num_others,
                 num_other_rows=num_other_rows,
@@ -342,7 +367,9 @@ class RoundRunner:
         if cause == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         self._replicas.forget_draft()
-        # Each wait costs the client a whole deadline, so a draft that keeps being late is asked less and less often.
-        self._late_in_a_row += 1
-        self._rounds_without_draft = min(2 ** (self._late_in_a_row - 1) - 1, MAX_ROUNDS_WITHOUT_DRAFT)
+        if cause == "late" and replica.lateness.note_late(self._asked_draft_at, replica.link.heard_at):
+            return cause  # nobody asks it until it is heard of; the next round may have another
+        # Each failure costs the client its wait, so where they go on the session asks less and less often.
+        self._failures_in_a_row += 1
+        self._rounds_without_draft = min(2 ** (self._failures_in_a_row - 1) - 1, MAX_ROUNDS_WITHOUT_DRAFT)
         return cause

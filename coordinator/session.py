@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from coordinator.accounting import Account
 from coordinator.commits import CommitQueue
+from coordinator.lease_keeper import LeaseKeeper
 from coordinator.output import OutputStep, OutputWriter
 from coordinator.placement import SessionReplicas
 from coordinator.recovery import encode_stats
@@ -53,6 +53,7 @@ class GenerationParts:
     store: SessionStore
     commits: CommitQueue
     lease: Lease
+    lease_keeper: LeaseKeeper
     runner: RoundRunner
     replicas: SessionReplicas
     tokens: SessionTokens
@@ -108,7 +109,7 @@ class Generation:
             await self._live()
 
     async def _live(self) -> None:
-        lease_keeper = asyncio.create_task(self._keep_lease())
+        self._parts.lease_keeper.keep(self._parts.lease)
         finished: Finished | None = None
         error: SpecdecError | None = None
         try:
@@ -122,7 +123,6 @@ class Generation:
             error = Internal("the generation failed; the log of the coordinator says why")
         finally:
             self._is_ending = True
-            lease_keeper.cancel()
             # Nothing may interrupt this: a lease left behind blocks the session until it expires.
             await asyncio.shield(self._clean_up(error))
         if finished is not None:
@@ -223,24 +223,13 @@ class Generation:
         _log.warning("the store lost %d tokens of a session; appending them again", len(lost))
         await self._parts.store.repair(self._parts.lease, base_len=record.num_tokens, token_ids=lost)
 
-    async def _keep_lease(self) -> None:
-        """Renews the lease until it is not ours any more, which the next commit will notice."""
-        lease = self._parts.lease
-        while True:
-            await asyncio.sleep(lease.ttl_s / 3)
-            with suppress(Unavailable):
-                try:
-                    await self._parts.store.renew(lease)
-                except LeaseLost as error:
-                    _log.warning("lost the lease of session %s: %s", lease.session_id, error)
-                    return
-
     async def _clean_up(self, error: SpecdecError | None) -> None:
         """Lets the last commit end, then gives the lease back."""
         if self._publication is not None:
             await asyncio.wait([self._publication])
             if not self._publication.cancelled() and (failure := self._publication.exception()):
                 _log.debug("the last commit failed: %s", failure)
+        self._parts.lease_keeper.drop(self._parts.lease)
         try:
             if error is not None and not self.stream.num_tokens and not self.is_cancelled:
                 await self._parts.on_barren_failure()

@@ -112,6 +112,7 @@ class Stack:
         num_targets: int = 1,
         num_drafts: int = 1,
         num_coordinators: int = 1,
+        tokenizer: Path | str | None = None,
         redis_url: str = "memory://",
         replica_arguments: Sequence[str] = ("--dtype", "float32"),
         draft_arguments: Sequence[str] = (),
@@ -120,11 +121,12 @@ class Stack:
     ) -> None:
         """
         Args:
-            target: model directory of the target, and of the tokenizer.
+            target: model directory of the target, or any model name that the services take.
             draft: model directory of the draft; None: no draft service.
             num_targets: target processes; they are called target, target2, ...
             num_drafts: draft processes, likewise.
             num_coordinators: coordinator processes, likewise; more than one needs a Redis.
+            tokenizer: its directory; None: the target's.
             redis_url: of the session store. Replicas are static endpoints either way.
             replica_arguments: further arguments of draft and target.
             draft_arguments: further arguments of drafts.
@@ -142,7 +144,8 @@ class Stack:
                 part = self._add(role, index, f"{role}_service", arguments)
                 endpoints += [f"--{role}-endpoint", part.address]
         for index in range(num_coordinators):
-            arguments = ["--tokenizer", str(target), "--redis-url", redis_url, *endpoints, "--poll-interval-s", "0.1"]
+            arguments = ["--tokenizer", str(tokenizer or target), "--redis-url", redis_url, *endpoints]
+            arguments += ["--poll-interval-s", "0.1"]
             self._add("coordinator", index, "coordinator", [*arguments, *coordinator_arguments])
 
     def _add(self, role: str, index: int, module: str, arguments: Sequence[str]) -> Part:

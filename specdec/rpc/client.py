@@ -234,6 +234,9 @@ class _Link(Generic[RequestT, ReplyT]):
         self._closed = False
         self.on_meeting: Callable[[str], None] = lambda incarnation: None
         """Told, once a stream, the incarnation of the process that answers it."""
+        self.heard_at = 0.0
+        """When the replica last answered a streamed call, also one that nobody waited for any more: by the event
+        loop's clock, 0 before the first."""
 
     # What a subclass fills in.
     _stream_method: str
@@ -269,6 +272,7 @@ class _Link(Generic[RequestT, ReplyT]):
 
     def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
         """The replies of a frame and their sizes. Raises DecodeError."""
+        self.heard_at = asyncio.get_running_loop().time()
         check_num_fields(frame, self._frame_type)
         items = split_items(frame)
         if items is None:  # with fields that a later version has, or broken

@@ -54,7 +54,9 @@ class RedisSessionStore:
         Raises:
             InvalidRequest: the URL or the tenant has another form.
         """
+        self._url = url
         self._tenant = check_tenant(tenant)
+        self._session_ttl_s = session_ttl_s
         self._session_ttl_ms = _milliseconds(session_ttl_s)
         self._connection = RedisConnection(url)
 
@@ -69,8 +71,16 @@ class RedisSessionStore:
         return Lease(session_id, owner, int(answer[1]), ttl_s, was_left=answer[2] == b"1")
 
     async def renew(self, lease: Lease) -> None:
-        answer = await self._run("renew", lease.session_id, self._fence(lease, _milliseconds(lease.ttl_s)))
-        _check_owned(answer, lease)
+        (error,) = await self.renew_all([lease])
+        if error is not None:
+            raise error
+
+    async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
+        calls = [
+            (self._keys(lease.session_id), self._fence(lease, _milliseconds(lease.ttl_s))) for lease in leases
+        ]  # fmt: skip
+        answers = await self._connection.run_scripts("renew", calls)
+        return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
     async def release(self, lease: Lease, *, left: bool = True) -> None:
         await self._run("release", lease.session_id, [*self._fence(lease), int(left)])
@@ -136,6 +146,9 @@ class RedisSessionStore:
 
     async def ping(self) -> None:
         await self._connection.run_command("PING")
+
+    def reopen(self) -> RedisSessionStore:
+        return RedisSessionStore(self._url, tenant=self._tenant, session_ttl_s=self._session_ttl_s)
 
     async def close(self) -> None:
         await self._connection.close()
@@ -240,6 +253,17 @@ def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:
     except SpecdecError as error:
         return error
     return Internal(f"the store answered a commit with {answer!r}")
+
+
+def _loss(answer: Any, lease: Lease) -> SpecdecError | None:
+    """What a renewal that was not done is refused with."""
+    if isinstance(answer, SpecdecError):
+        return answer
+    try:
+        _check_owned(answer, lease)
+    except LeaseLost as error:
+        return error
+    return None
 
 
 def _check_owned(answer: Any, lease: Lease) -> None:

@@ -80,7 +80,7 @@ class Commit:
 
 
 class SessionStore(Protocol):
-    """Every method but `commit_all` is one atomic step.
+    """Every method but `commit_all` and `renew_all` is one atomic step.
 
     All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached.
     """
@@ -96,6 +96,14 @@ class SessionStore(Protocol):
 
     async def renew(self, lease: Lease) -> None:
         """Extends the lease. Raises LeaseLost when it is not ours any more."""
+        ...
+
+    async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
+        """Renews any number of leases, sent together. Each is its own atomic step.
+
+        Returns:
+            For each, None or what `renew` would have raised.
+        """
         ...
 
     async def release(self, lease: Lease, *, left: bool = True) -> None:
@@ -157,6 +165,10 @@ class SessionStore(Protocol):
 
     async def ping(self) -> None:
         """Raises Unavailable when the store cannot serve."""
+        ...
+
+    def reopen(self) -> SessionStore:
+        """The same store through connections of its own, for another event loop. Connects lazily; close it."""
         ...
 
     async def close(self) -> None: ...

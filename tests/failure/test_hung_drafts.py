@@ -1,0 +1,156 @@
+"""Drafts that hang, stall and come back: streams hardly notice, the healthy draft, and nobody is given up for ever.
+
+Real processes around simulated engines, stopped and continued by signals, and services whose device hangs while their
+event loop answers. What is counted are rounds and answers, so that a slow machine changes little; the bounds on time
+are far from what a round takes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench.simulated_system import write_tokenizer
+from coordinator.pool import DRAFT
+from specdec.v1 import coordinator_pb2 as pb
+from tests.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, request
+from tests.process_rig import stub_of
+from tests.stack import Stack
+
+PAIR = "simulated:70b-1b,predraft=off"
+NUM_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def ask(num_tokens: int = NUM_TOKENS, gamma: int | None = None) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        prompt_token_ids=pb.TokenIds(ids=(5, 17, 99, 42, 3, 8)),
+        sampling=pb.SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True),
+        speculation=pb.SpeculationParams(gamma=gamma),
+    )
+
+
+def run(stack: Stack, request: pb.GenerateRequest) -> Output:
+    output = Output()
+    for response in stub_of(stack.endpoint).Generate(request):
+        output.add(response)
+    return output
+
+
+def target_only_steps(stack: Stack, num_requests: int, gamma: int | None = 4) -> list[int]:
+    return [run(stack, ask(gamma=gamma)).finished.stats.num_target_only_steps for _ in range(num_requests)]
+
+
+@contextmanager
+def frozen(stack: Stack, name: str) -> Iterator[None]:
+    """A part that is stopped as it is, connections and all."""
+    process = stack.parts[name].process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def drafts_used(stack: Stack) -> set[str]:
+    """Addresses of drafts that the coordinator is connected to."""
+    served = stub_of(stack.endpoint).GetInfo(pb.GetInfoRequest())
+    return {replica.address for pool in served.pools if pool.role == "draft" for replica in pool.replicas}
+
+
+def test_while_one_of_two_drafts_hangs_the_other_drafts_for_everybody(tokenizer: Path) -> None:
+    with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
+        target_only_steps(stack, 6)  # both have drafted
+        with frozen(stack, "draft"):
+            outputs = [run(stack, ask(gamma=4)) for _ in range(10)]
+        assert all(len(output.token_ids) == NUM_TOKENS for output in outputs)
+        # The one round that found out, its last round that leaves no room for a draft, and a trial now and then.
+        steps = [output.finished.stats.num_target_only_steps for output in outputs]
+        assert sum(steps) <= 10 + 10
+        assert max(output.finished.stats.draft_s for output in outputs) < 2.5
+
+
+def test_a_draft_that_hung_is_used_again_once_it_answers(tokenizer: Path) -> None:
+    with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
+        target_only_steps(stack, 6)
+        with frozen(stack, "draft"):
+            target_only_steps(stack, 4)
+            # Long enough to be given up: it describes itself no more, and its connection is closed.
+            while stack.parts["draft"].address in drafts_used(stack):
+                time.sleep(0.1)
+        while stack.parts["draft"].address not in drafts_used(stack):
+            time.sleep(0.1)
+        with frozen(stack, "draft2"):
+            assert min(target_only_steps(stack, 6)) <= 1
+
+
+def test_stalls_of_the_only_draft_cost_some_rounds_and_nothing_afterwards(tokenizer: Path) -> None:
+    with Stack(PAIR, PAIR, tokenizer=tokenizer, replica_arguments=()) as stack, ThreadPoolExecutor() as pool:
+        healthy = target_only_steps(stack, 4, gamma=None)[-1]
+        for _ in range(3):
+            with frozen(stack, "draft"):
+                request = pool.submit(run, stack, ask(gamma=None))
+                time.sleep(1.5)
+            during = request.result()
+            assert len(during.token_ids) == NUM_TOKENS
+        after = target_only_steps(stack, 3, gamma=None)
+        assert after[-1] <= healthy + 5
+
+
+# ---- a device that hangs in a process that answers --------------------------------------------------------------
+
+
+async def drafted(coordinator: Coordinator, num_requests: int) -> list[Output]:
+    return [await coordinator.generate(request(max_new_tokens=NUM_TOKENS, gamma=3)) for _ in range(num_requests)]
+
+
+async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_answers() -> None:
+    async with Rig(drafts=2, draft_salt=0) as rig:
+        coordinator = await rig.coordinator(draft_timeout_s=5.0)
+        await drafted(coordinator, 4)
+        hung, healthy = (draft.worker for draft in rig.of_role(DRAFT))
+        hung.gate.clear()
+        try:
+            outputs = await drafted(coordinator, 10)
+        finally:
+            hung.gate.set()
+        assert {tuple(output.token_ids) for output in outputs} == {
+            tuple(rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS))
+        }
+        num_rounds = sum(output.finished.stats.num_rounds for output in outputs)
+        num_without_draft = sum(output.finished.stats.num_target_only_steps for output in outputs)
+        # Each request ends with a round that leaves no room for a draft; few waited for the hung one.
+        assert num_without_draft <= 10 + num_rounds / 10
+        assert max(output.finished.stats.draft_s for output in outputs) < 2.5
+        record = next(r for r in coordinator.pools.drafts("default") if r.address == rig.of_role(DRAFT)[0].address)
+        await eventually(lambda: record.is_in_use)
+        healthy.gate.clear()
+        try:
+            outputs = await drafted(coordinator, 4)
+        finally:
+            healthy.gate.set()
+        assert min(output.finished.stats.num_target_only_steps for output in outputs) <= 1
+
+
+async def test_a_draft_that_reads_a_long_prompt_is_not_taken_for_hung() -> None:
+    async with Rig(drafts=1, draft_salt=0) as rig:
+        coordinator = await rig.coordinator(draft_timeout_s=1.0)
+        await drafted(coordinator, 4)
+        record = coordinator.pools.drafts("default")[0]
+        outputs = [
+            await coordinator.generate(request([5 + index] * 400, max_new_tokens=20, gamma=3)) for index in range(4)
+        ]
+        assert not record.lateness.is_out(record.link.heard_at)
+        assert all(output.finished.stats.num_draft_tokens > 0 for output in outputs)

@@ -1,0 +1,75 @@
+"""Leases are short, yet a busy coordinator keeps them; one that hangs or dies gives its sessions up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from coordinator.lease_keeper import LeaseKeeper
+from tests.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+
+TTL_S = 1.0
+
+
+def hang(seconds: float) -> None:
+    """Nothing else runs on this loop meanwhile, and the interpreter is kept busy as well."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+async def owner_of(rig: Rig, session_id: str) -> str:
+    record = await rig.store.load(session_id)
+    assert record is not None
+    return record.owner
+
+
+async def test_a_generation_outlives_an_event_loop_that_is_busy_for_several_leases() -> None:
+    async with Rig() as rig:
+        coordinator = await rig.coordinator(lease_ttl_s=TTL_S)
+        stream = coordinator.stub.Generate(request(max_new_tokens=200))
+        output = await read_until(stream, 10)
+        hang(3 * TTL_S)
+        await read_rest(stream, output)
+        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 200)
+
+
+async def test_leases_of_a_loop_that_hangs_are_left_to_expire_and_a_living_one_keeps_them() -> None:
+    async with Rig() as rig:
+        lease = await rig.store.acquire("s", owner="us", ttl_s=TTL_S, create=True)
+        keeper = LeaseKeeper(rig.store, loop_patience_s=TTL_S)
+        keeper.keep(lease)
+        await asyncio.sleep(2 * TTL_S)
+        assert await owner_of(rig, "s") == "us"
+        hang(4 * TTL_S)
+        assert await owner_of(rig, "s") == ""
+        await keeper.close()
+
+
+async def test_a_dropped_lease_is_renewed_no_more_and_its_successor_is() -> None:
+    async with Rig() as rig:
+        keeper = LeaseKeeper(rig.store)
+        first = await rig.store.acquire("s", owner="first", ttl_s=TTL_S, create=True)
+        keeper.keep(first)
+        await rig.store.release(first)
+        second = await rig.store.acquire("s", owner="second", ttl_s=TTL_S, create=False)
+        keeper.keep(second)
+        keeper.drop(first)
+        await asyncio.sleep(3 * TTL_S)
+        assert await owner_of(rig, "s") == "second"
+        keeper.drop(second)
+        await asyncio.sleep(2 * TTL_S)
+        assert await owner_of(rig, "s") == ""
+        await keeper.close()
+
+
+async def test_a_lease_that_another_has_taken_is_given_up() -> None:
+    async with Rig() as rig:
+        keeper = LeaseKeeper(rig.store)
+        lost = await rig.store.acquire("s", owner="lost", ttl_s=TTL_S, create=True)
+        keeper.keep(lost)
+        await rig.store.delete("s")
+        await rig.store.acquire("s", owner="thief", ttl_s=TTL_S, create=True)
+        await eventually(lambda: keeper.num_kept == 0)
+        assert await owner_of(rig, "s") in ("thief", "")
+        await keeper.close()

@@ -1,0 +1,73 @@
+"""The draft's deadline follows what the pool has shown: some times the usual wait, with the prompt to read added."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.draft_clock import DEADLINE_MULTIPLE, LEAST_DEADLINE_S, DraftClock
+
+GAMMA = 4
+
+
+def warm(step_s: float, rounds: int = 100) -> DraftClock:
+    clock = DraftClock()
+    for _ in range(rounds):
+        clock.observe(GAMMA, 2, GAMMA * step_s)
+    return clock
+
+
+def test_a_fast_draft_has_the_shortest_deadline_and_a_slow_one_a_multiple_of_its_time() -> None:
+    assert warm(0.001).deadline_s(GAMMA, 2) == LEAST_DEADLINE_S
+    assert warm(0.05).deadline_s(GAMMA, 2) == pytest.approx(DEADLINE_MULTIPLE * GAMMA * 0.05)
+
+
+@pytest.mark.parametrize(("usual", "now"), [(1, 8), (8, 1)])
+@pytest.mark.parametrize("trip_s", [0.0, 0.2])
+def test_a_draft_asked_for_another_number_of_tokens_is_still_in_time(usual: int, now: int, trip_s: float) -> None:
+    clock = DraftClock()
+    for _ in range(100):
+        clock.observe(usual, 2, trip_s + usual * 0.05)
+    assert clock.deadline_s(now, 2) >= 1.5 * (trip_s + now * 0.05)
+
+
+def test_what_one_token_takes_on_a_busy_machine_is_not_taken_for_each_of_many() -> None:
+    clock = DraftClock()
+    for gamma in [1, 4] * 50:
+        clock.observe(gamma, 2, 0.03 + gamma * 0.001)
+    assert clock.deadline_s(8, 2) <= 2 * DEADLINE_MULTIPLE * 0.038
+
+
+def test_an_unknown_draft_is_not_waited_for_as_long_as_for_a_request() -> None:
+    assert LEAST_DEADLINE_S <= DraftClock().deadline_s(GAMMA, 20) <= 0.5
+
+
+@pytest.mark.parametrize("prefill_s", [1e-5, 1e-3, 2e-2])
+def test_a_long_prompt_gets_its_own_time(prefill_s: float) -> None:
+    clock = warm(0.002)
+    for num_prefilled in (300, 2000, 900):
+        clock.observe(GAMMA, num_prefilled, GAMMA * 0.002 + num_prefilled * prefill_s)
+    assert clock.deadline_s(GAMMA, 4000) >= 2 * 4000 * prefill_s
+    assert clock.deadline_s(GAMMA, 2) == LEAST_DEADLINE_S
+
+
+def test_a_thousand_warm_rounds_do_not_forget_what_a_prompt_costs() -> None:
+    clock = warm(0.002)
+    clock.observe(GAMMA, 4000, 8.0)
+    before = clock.deadline_s(GAMMA, 4000)
+    for _ in range(1000):
+        clock.observe(GAMMA, 2, GAMMA * 0.002)
+    assert clock.deadline_s(GAMMA, 4000) == pytest.approx(before, rel=0.1)
+
+
+def test_a_draft_that_is_mostly_there_before_it_is_asked_for_may_still_take_its_time_after_a_miss() -> None:
+    clock = DraftClock()
+    for index in range(300):
+        clock.observe(GAMMA, 2, 0.4 if index % 20 == 0 else 0.001)
+    assert clock.deadline_s(GAMMA, 2) > 0.4
+
+
+def test_a_deadline_comes_down_again_after_a_slow_spell() -> None:
+    clock = warm(0.1)
+    for _ in range(300):
+        clock.observe(GAMMA, 2, GAMMA * 0.001)
+    assert clock.deadline_s(GAMMA, 2) == LEAST_DEADLINE_S
