@@ -3,7 +3,7 @@
 Three records, each of one kind of step, so that hours without a prompt do not make any of them forget: steps without
 prefill; how much longer a step took for the prefill beside its other tokens; whole steps of nothing but prefill.
 Arithmetic on what it is told, no clock: the same steps give the same predictions. Not here: how a line is fitted
-(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this).
+(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this, and `watchdog` through it).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Record:
 
 
 class StepTimes:
-    """Predicts by how much prefill lengthens a step."""
+    """Predicts by how much prefill lengthens a step, and what a whole step takes at most."""
 
     def __init__(self) -> None:
         self._without = _Record(is_fixed=True)
@@ -84,3 +84,17 @@ class StepTimes:
         """
         record = self._beside if load.num_tokens else self._alone
         return record.predict(load.num_prefill_tokens, load.num_prefill_pairs)
+
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds that a step takes, rather too many than too few; infinite before anything was measured."""
+        without, prefill = self._without.time, (load.num_prefill_tokens, load.num_prefill_pairs)
+        step_s = without.scaled(load.num_tokens, load.num_context_tokens) if without.is_measured else float("inf")
+        if not load.num_prefill_tokens:
+            return step_s
+        # Without a prompt so far, as many steps of what was measured as its tokens make; each looked at one token's
+        # context at least, so scaling by pairs is too much rather than too little.
+        measured = [record.time for record in (self._alone, self._beside) if record.time.is_measured] or [without]
+        if not measured[0].is_measured:
+            return float("inf")
+        prefill_s = max(time.scaled(*prefill) for time in measured)
+        return prefill_s + step_s if load.num_tokens else prefill_s

@@ -124,6 +124,16 @@ class _Stream:
             # A cancelled call is forgotten: unsent, it never leaves; sent, its reply is dropped on arrival.
             self._pending.pop(call_id, None)
 
+    @property
+    def oldest_pending(self) -> object:
+        """The call that has waited longest, by identity; None where none waits."""
+        return next(iter(self._pending.values()), None)
+
+    def break_off(self, reason: str) -> None:
+        """Fails what is pending with Unavailable, at once; the stream is closed."""
+        self._task.cancel()
+        self._end(reason)
+
     async def close(self) -> None:
         """Fails what is pending. Idempotent."""
         self._task.cancel()
@@ -274,6 +284,16 @@ class _Link(Generic[RequestT, ReplyT]):
             self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
             self._stub = type(self)._stub_type(self._channel)
         return self._channel
+
+    @property
+    def oldest_pending(self) -> object:
+        """The streamed call that has waited longest, by identity; None where none waits."""
+        return None if self._stream is None else self._stream.oldest_pending
+
+    def break_off(self, reason: str) -> None:
+        """Fails every streamed call that is pending with Unavailable, at once; the next one opens another stream."""
+        if self._stream is not None:
+            self._stream.break_off(reason)
 
     async def info(self) -> EngineInfo:
         """Asks the replica what it is.

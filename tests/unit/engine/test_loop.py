@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
 from draft_service.proposer import Proposer
 from specdec.engine import laws, sampling
@@ -137,6 +138,50 @@ async def test_a_crash_fails_the_calls_of_its_step_and_the_engine_goes_on(held):
     assert held.verifier.info().num_sessions == 0
     again = await held.verifier.verify(_verify([*TOKENS[:20], 5], session_id="a", round_id=2))
     assert again.choice_token_ids.tolist() == held.worker.greedy_continuation([*TOKENS[:20], 5], 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: unspecified launch failure"), ValueError("broken")])
+async def test_a_device_on_which_every_step_fails_ends_the_engine(held, error):
+    await held.verifier.verify(_verify(TOKENS[:20]))
+    held.worker.fail_always = error
+    outcomes = []
+    for round_id in range(1, 4):
+        try:
+            await held.verifier.verify(_verify(TOKENS[:20], round_id=round_id))
+        except (Internal, Unavailable) as failure:
+            outcomes.append((failure.reason, str(error) in failure.message))
+    num_failed_steps = 1 if isinstance(error, RuntimeError) else 3
+    assert outcomes[num_failed_steps - 1] == ("REPLICA_UNAVAILABLE", True)
+    with pytest.raises(Internal, match=f"the device failed for good.*{error}"):
+        await held.verifier.wait_ended()
+    assert len(held.worker.steps) == 1 + num_failed_steps + 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        MemoryError(),
+    ],
+)
+async def test_memory_that_is_short_in_every_step_does_not_end_the_engine(held, error):
+    held.worker.fail_always = error
+    for round_id in range(8):
+        with pytest.raises(Internal):
+            await held.verifier.verify(_verify(TOKENS[:20], round_id=round_id))
+    held.worker.fail_always = None
+    assert (await held.verifier.verify(_verify(TOKENS[:20], round_id=8))).kv_len == 20
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: invalid argument"), ValueError("broken")])
+async def test_a_request_whose_every_step_fails_does_not_end_the_engine(held, error):
+    for round_id in range(8):
+        held.worker.fail_next = error
+        with pytest.raises(Internal):
+            await held.verifier.verify(_verify(TOKENS[:20], session_id="bad", round_id=round_id))
+    good = await held.verifier.verify(_verify(TOKENS[:30], session_id="good"))
+    assert good.choice_token_ids.tolist() == held.worker.greedy_continuation(TOKENS[:30], 1)
 
 
 async def test_a_crash_spares_the_sessions_that_were_not_in_the_step(held):
