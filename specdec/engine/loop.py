@@ -92,6 +92,7 @@ class EngineLoop:
         self._waiters: dict[Job, list[Waiter]] = {}
         self._running: list[Job] = []  # in order of arrival
         self._waiting: deque[Job] = deque()  # for KV blocks
+        self._pin_end_s: float | None = None  # while nothing but pins keeps the waiting ones from running
         self._outbox = Outbox()
         self._health = DeviceHealth(worker, self._blocks)
         self._watchdog = Watchdog(self._scheduler.predict_step_s)
@@ -253,12 +254,15 @@ class EngineLoop:
     def _next_commands(self) -> list[Callable[[], None]] | None:
         """Commands to carry out, sleeping while there is nothing to do; None when closed and drained."""
         with self._wake:
-            while not self._inbox and not self._jobs:
-                if self._closing:
+            while not self._inbox and (not self._jobs or self._pin_end_s is not None):
+                if self._closing and not self._jobs:
                     return None
                 if self._ahead.has_work():
                     break
-                self._wake.wait()
+                left_s = None if self._pin_end_s is None else self._pin_end_s - self._clock()
+                if left_s is not None and left_s <= 0:
+                    break
+                self._wake.wait(left_s)
             commands, self._inbox = self._inbox, []
             return commands
 
@@ -324,12 +328,14 @@ class EngineLoop:
             self._finish(job)
 
     def _start_waiting(self) -> None:
-        """Lets jobs run in order of arrival as far as KV blocks go; refuses one that only pins keep from running."""
+        """Lets jobs run in order of arrival as far as KV blocks go."""
+        self._pin_end_s = None
         while self._waiting:
             job = self._waiting[0]
             try:
                 if not self._reserve(job):
-                    if self._running:
+                    self._pin_end_s = None if self._running else self._sessions.next_pin_end_s()
+                    if self._running or self._pin_end_s is not None:
                         return
                     raise ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED")
             except ResourceExhausted as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from draft_service.proposer import Proposer
 from specdec.engine import laws, sampling
-from specdec.engine.sessions import MAX_ANSWERS
+from specdec.engine.sessions import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import DrawRule, LawParams, ProposeRequest, VerifyRequest
 from target_service.verifier import Verifier
@@ -241,6 +242,40 @@ async def test_a_call_waits_for_the_blocks_of_one_that_runs():
     await first
     assert (await second).kv_len == 41
     await held.close()
+
+
+async def _miss(verifier: Verifier, session_id: str, num_tokens: int) -> None:
+    """Fills `num_tokens` of a session with KV, which a miss then pins."""
+    await verifier.verify(_verify(TOKENS[:num_tokens], session_id=session_id, round_id=1))
+    other = [*TOKENS[: num_tokens - 1], 2, 2, 2]
+    with pytest.raises(KvMiss):
+        await verifier.verify(_verify(other, session_id=session_id, round_id=2, start=num_tokens))
+
+
+async def test_a_call_that_only_pins_keep_from_running_waits_for_their_end():
+    passed_s = 0.0
+    verifier = Verifier(worker := TableWorker(num_blocks=4), clock=lambda: time.monotonic() + passed_s)
+    await _miss(verifier, "a", 50)
+    passed_s = DEFAULT_PIN_TTL_S - 0.3
+    # Nothing but the end of the pin wakes the engine.
+    answer = await asyncio.wait_for(verifier.verify(_verify([9, *TOKENS[:40]], session_id="b")), 20.0)
+    assert answer.choice_token_ids.tolist() == worker.greedy_continuation([9, *TOKENS[:40]], 1)
+    verifier.check_integrity()
+    await verifier.close()
+
+
+async def test_the_resend_that_a_pin_is_for_ends_the_wait_for_it():
+    verifier = Verifier(worker := TableWorker(num_blocks=4))
+    await _miss(verifier, "a", 50)
+    waiting = asyncio.create_task(verifier.verify(_verify([9, *TOKENS[:40]], session_id="b")))
+    await verifier.release([])  # the engine has seen it by now
+    assert not waiting.done()
+    tokens = [*TOKENS[:49], 2, 2, 2]
+    again = await verifier.verify(_verify(tokens, session_id="a", round_id=2, start=32))
+    assert again.choice_token_ids.tolist() == worker.greedy_continuation(tokens, 1)
+    assert (await waiting).choice_token_ids.tolist() == worker.greedy_continuation([9, *TOKENS[:40]], 1)
+    verifier.check_integrity()
+    await verifier.close()
 
 
 async def test_calls_of_many_sessions_that_arrive_together_share_a_step(held):
