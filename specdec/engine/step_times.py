@@ -86,15 +86,12 @@ class StepTimes:
         return record.predict(load.num_prefill_tokens, load.num_prefill_pairs)
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds that a step takes, rather too many than too few; infinite before anything was measured."""
-        without, prefill = self._without.time, (load.num_prefill_tokens, load.num_prefill_pairs)
-        step_s = without.scaled(load.num_tokens, load.num_context_tokens) if without.is_measured else float("inf")
-        if not load.num_prefill_tokens:
-            return step_s
-        # Without a prompt so far, as many steps of what was measured as its tokens make; each looked at one token's
-        # context at least, so scaling by pairs is too much rather than too little.
-        measured = [record.time for record in (self._alone, self._beside) if record.time.is_measured] or [without]
-        if not measured[0].is_measured:
-            return float("inf")
-        prefill_s = max(time.scaled(*prefill) for time in measured)
-        return prefill_s + step_s if load.num_tokens else prefill_s
+        """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
+
+        Scaled up from whole steps of one kind: what prefill adds to others is a difference of predictions.
+        """
+        num_tokens = load.num_tokens + load.num_prefill_tokens
+        context = load.num_context_tokens + load.num_prefill_pairs
+        records = (self._alone, self._without) if load.num_prefill_tokens else (self._without, self._alone)
+        measured = [record.time for record in records if record.time.is_measured]
+        return measured[0].scaled(num_tokens, context) if measured else float("inf")

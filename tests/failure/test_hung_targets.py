@@ -12,7 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator import liveness
+from coordinator.pool import TargetReplica
 from specdec.rpc.status import from_rpc_error
+from specdec.types import EngineInfo
 from specdec.v1 import coordinator_pb2 as pb
 from tests.coordinator_rig import PROMPT, Rig, Service, eventually, read_rest, read_until, request, started_coordinator
 from tests.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
@@ -31,9 +34,9 @@ async def _warm(rig: Rig) -> None:
         await service.engine.warm_up()
 
 
-def _serving(rig: Rig, output_steps: dict[str, int]) -> Service:
-    """The target that ran steps since `output_steps` was noted."""
-    return max(rig.of_role("target"), key=lambda service: len(service.worker.steps) - output_steps[service.address])
+def _serving(rig: Rig, num_steps: dict[str, int]) -> Service:
+    """The target that ran steps since `num_steps`, by address, was noted."""
+    return max(rig.of_role("target"), key=lambda service: len(service.worker.steps) - num_steps[service.address])
 
 
 async def test_a_session_leaves_a_target_whose_device_hangs_and_may_come_back() -> None:
@@ -137,3 +140,40 @@ def test_a_session_leaves_a_target_whose_process_stands_still_and_nothing_is_dou
     assert "stands still" in coordinator_log
     assert "STALE_EPOCH" not in coordinator_log
     assert "the device hangs" not in two_targets.parts[name].log
+
+
+class _Asked:
+    """Counts how often a replica is asked what it is."""
+
+    def __init__(self, replica: TargetReplica) -> None:
+        self.count = 0
+        self._ask = replica.link.info
+        replica.link.info = self.info
+
+    async def info(self) -> EngineInfo:
+        self.count += 1
+        return await self._ask()
+
+
+async def test_a_call_that_takes_long_stays_where_it_is_as_long_as_its_replica_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is known of what a step takes here, so the engine waits too."""
+    monkeypatch.setattr(liveness, "LOOK_INTERVAL_S", 0.02)
+    async with Rig(targets=2, drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        watcher = asyncio.create_task(liveness.watch_targets(coordinator.pools))
+        asked = [_Asked(replica) for replica in coordinator.pools.targets()]
+        for service in rig.services:
+            service.worker.gate.clear()
+        try:
+            generating = asyncio.create_task(coordinator.generate(request()))
+            async with asyncio.timeout(_PATIENCE_S):
+                await eventually(lambda: max(replica.count for replica in asked) >= 3)
+        finally:
+            for service in rig.services:
+                service.worker.gate.set()
+        assert (await generating).token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
+        # The other one has not been tried.
+        assert sorted(bool(service.worker.steps) for service in rig.services) == [False, True]
+        watcher.cancel()

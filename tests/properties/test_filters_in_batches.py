@@ -1,4 +1,4 @@
-"""The engines' batched filters give the reference's distributions, whatever the sampling params; and so does a replica."""
+"""Batched filters give the reference's distributions, whatever the sampling params; and so does a replica."""
 
 from __future__ import annotations
 
