@@ -15,7 +15,7 @@ import asyncio
 from typing import Any
 
 from coordinator.pool import ReplicaPools, TargetReplica
-from specdec.errors import SpecdecError, Unavailable
+from specdec.errors import Unavailable
 
 #: Between two looks at which calls are pending. One that was pending at the look before has its replica asked.
 LOOK_INTERVAL_S = 0.5
@@ -64,11 +64,7 @@ def _fault(answer: asyncio.Task[Any]) -> str:
     if not answer.done():
         return f"the replica stands still: it did not say what it is within {ANSWER_TIMEOUT_S:g} s"
     error = answer.exception()
-    if error is None:
-        return ""
-    if not isinstance(error, SpecdecError):
-        raise error
-    return error.message
+    return "" if error is None else f"the replica did not say what it is: {error}"
 
 
 def _has_other(replica: TargetReplica, pools: ReplicaPools) -> bool:

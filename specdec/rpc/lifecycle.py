@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.config import ServiceSettings, advertised_address, split_address
-from specdec.errors import SpecdecError, Unavailable
+from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
 from specdec.rpc.server import ServiceServer, require_free
 from specdec.types import EngineInfo
@@ -182,7 +182,7 @@ async def _announce(registration: Registration | None) -> None:
     if registration is not None:
         try:
             await registration.beat()
-        except Unavailable as error:
+        except SpecdecError as error:
             _log.warning("could not announce the replica's state: %s", error)
 
 
