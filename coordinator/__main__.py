@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 
 from coordinator.config import CoordinatorSettings
 from coordinator.generations import Generations, GenerationSettings
+from coordinator.liveness import watch_targets
 from coordinator.pool import DRAFT, TARGET, ReplicaPools
 from coordinator.servicer import CoordinatorServicer
 from coordinator.tokenizer import ServedTokenizer
@@ -118,15 +119,16 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
 
 async def _watch_until(stop: asyncio.Event, pools: ReplicaPools) -> None:
     """Watches the replicas until `stop`. Raises VocabularyMismatch when a static endpoint does not fit at the start."""
-    watcher, stopper = asyncio.create_task(pools.watch()), asyncio.create_task(stop.wait())
+    watchers = {asyncio.create_task(pools.watch()), asyncio.create_task(watch_targets(pools))}
+    tasks = {*watchers, asyncio.create_task(stop.wait())}
     try:
-        done, _ = await asyncio.wait({watcher, stopper}, return_when=asyncio.FIRST_COMPLETED)
-        if watcher in done:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for watcher in watchers & done:
             watcher.result()
     finally:
-        for task in (watcher, stopper):
+        for task in tasks:
             task.cancel()
-        await asyncio.wait({watcher, stopper})
+        await asyncio.wait(tasks)
 
 
 if __name__ == "__main__":

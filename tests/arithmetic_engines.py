@@ -66,6 +66,8 @@ GREEDY = LawParams(temperature=0.0)
 class _Engine:
     """What both engines share."""
 
+    is_stalled = False
+
     def __init__(self, role: str) -> None:
         self.role = role
         self.seen: list[str] = []

@@ -82,6 +82,13 @@ class ForwardTime:
         fixed, per_token, per_context = self._fitted()
         return fixed + per_token * tokens + per_context * context
 
+    def scaled(self, tokens: float, context: float) -> float:
+        """Seconds at most, where no time grows faster than in proportion: the mean observation scaled up, never down.
+
+        What `predict` takes for the slope of something that hardly changed so far may be 0.
+        """
+        return self._y * max(1.0, tokens / max(1.0, self._x), context / max(1.0, self._c))
+
     def _fitted(self) -> tuple[float, float, float]:
         if self._fit is None:
             self._fit = self._solve()

@@ -88,12 +88,17 @@ class DraftEngine(Protocol):
             KvMiss: the replica needs earlier tokens.
             StaleEpoch: an older epoch, or a round older than the newest seen.
             ResourceExhausted: no KV block is left (KV_EXHAUSTED).
-            Unavailable: draining (DRAINING).
+            Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
         """
         ...
 
     async def release(self, session_ids: list[str]) -> None:
         """Frees sessions' KV. Idempotent; unknown ids are fine."""
+        ...
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the device hangs: calls fail with Unavailable (REPLICA_UNAVAILABLE) until its step ends."""
         ...
 
     def info(self) -> EngineInfo: ...
@@ -111,6 +116,9 @@ class TargetEngine(Protocol):
         ...
 
     async def release(self, session_ids: list[str]) -> None: ...
+
+    @property
+    def is_stalled(self) -> bool: ...
 
     def info(self) -> EngineInfo: ...
 

@@ -112,7 +112,11 @@ def filtered_laws(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch
     scores = processed_logits(logits, contexts)  # [R, V]
     params = [context.law for context in contexts]
     greedy = [row for row, law in enumerate(params) if law.is_greedy]
-    dense = [row for row, law in enumerate(params) if not law.is_greedy and law.top_k == 0 and law.top_p >= 1.0]
+    dense = [
+        row
+        for row, law in enumerate(params)
+        if not law.is_greedy and not _limits_number(law, scores.shape[-1]) and law.top_p >= 1.0
+    ]
     cut = sorted(set(range(len(params))) - set(greedy) - set(dense))
     if len(dense) == len(params):
         return _dense_laws(scores, params)
@@ -128,6 +132,11 @@ def filtered_laws(logits: torch.Tensor, contexts: Sequence[LawContext]) -> torch
         index = to_device(cut, scores.device, torch.int64)
         laws[index] = _cut_laws(scores[index], [params[row] for row in cut])
     return laws
+
+
+def _limits_number(law: LawParams, num_tokens: int) -> bool:
+    """Whether top-k cuts anything off a row of `num_tokens` tokens."""
+    return 0 < law.top_k < num_tokens
 
 
 def _process_logits(scores: torch.Tensor, contexts: Sequence[LawContext]) -> None:
@@ -207,8 +216,8 @@ def _cut_laws(scores: torch.Tensor, params: Sequence[LawParams]) -> torch.Tensor
     """Laws of rows with top-k or top-p, made from their likeliest tokens alone; `scores` float64 [N, V]."""
     num_tokens = scores.shape[-1]
     laws = torch.zeros_like(scores)
-    limited = [row for row, law in enumerate(params) if 0 < law.top_k < num_tokens]
-    nucleus = [row for row, law in enumerate(params) if not 0 < law.top_k < num_tokens]
+    limited = [row for row, law in enumerate(params) if _limits_number(law, num_tokens)]
+    nucleus = [row for row, law in enumerate(params) if not _limits_number(law, num_tokens)]
     if limited:
         _cut_rows(laws, scores, params, limited, max(params[row].top_k for row in limited))
     num_candidates = min(num_tokens, _FIRST_CANDIDATES)
@@ -245,7 +254,8 @@ def _cut_rows(
         totals: float64 [M], the weight that top-p is a share of; None: that of the tokens top-k left.
 
     Returns:
-        bool [M]: whether top-p reaches past the candidates; unless those were all tokens, the law is not right yet.
+        bool [M]: whether top-p reaches past the candidates, as top-p 1 always does; of rows without top-k, unless those
+        were all tokens, the law is not right yet.
     """
     chosen = [params[row] for row in rows]
     index = to_device(rows, scores.device, torch.int64)
@@ -258,7 +268,7 @@ def _cut_rows(
     # Top-p 1 is off: rounding in the sums must not cut a tail.
     bounds = totals * _column(scores, (law.top_p if law.top_p < 1.0 else torch.inf for law in chosen))
     reach = weights.cumsum(dim=-1)
-    is_short = (reach[:, -1] < bounds) & torch.isfinite(bounds)
+    is_short = reach[:, -1] < bounds
     weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0
     _apply_min_p(weights, chosen)
     laws[index[:, None], ids] = weights / weights.sum(dim=-1, keepdim=True)

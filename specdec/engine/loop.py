@@ -10,6 +10,9 @@ a few numbers for `load()`. No forward pass ever runs on the event loop, and the
 do. What a service does ahead of its calls (`ahead`) gets the steps in which no call could run, so a call waits for at
 most one of them.
 
+While a step is beyond its time (`watchdog`) every call fails at once; once it ends, the loop goes on. A device that
+fails for good (`device_health`) ends it.
+
 Not here: what the logits mean (`Program`), which tokens run (`scheduler`), what is here already (`sessions`), how
 answers get back (`delivery`). Called by the draft service's proposer and the target service's verifier.
 """
@@ -34,10 +37,12 @@ from specdec.engine.ahead import Ahead, Branch
 from specdec.engine.base import StepObserver, StepPlan, Worker
 from specdec.engine.block_manager import BlockManager
 from specdec.engine.delivery import Outbox, Waiter
+from specdec.engine.device_health import DeviceHealth, DeviceLost
 from specdec.engine.job import Call, Job, Program, slice_of, split_lawless
 from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Chunk, Scheduler
 from specdec.engine.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions import DEFAULT_PIN_TTL_S, SessionTable
+from specdec.engine.watchdog import LOOK_INTERVAL_S, Watchdog
 from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -52,6 +57,7 @@ class Load:
     num_sessions: int
     """Sessions with KV."""
     draining: bool
+    """Whether it refuses calls: it is closing, or its device is stalled."""
 
 
 class EngineLoop:
@@ -86,7 +92,10 @@ class EngineLoop:
         self._waiters: dict[Job, list[Waiter]] = {}
         self._running: list[Job] = []  # in order of arrival
         self._waiting: deque[Job] = deque()  # for KV blocks
+        self._pin_end_s: float | None = None  # while nothing but pins keeps the waiting ones from running
         self._outbox = Outbox()
+        self._health = DeviceHealth(worker, self._blocks)
+        self._watchdog = Watchdog(self._scheduler.predict_step_s)
 
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by _wake
@@ -103,42 +112,56 @@ class EngineLoop:
         abandons the call: nothing is answered, the KV that was computed stays.
 
         Raises:
-            KvMiss, StaleEpoch, ResourceExhausted, Unavailable: as `DraftEngine.propose` says.
+            KvMiss, StaleEpoch, ResourceExhausted, Unavailable: as `DraftEngine.propose` says. A call that fails because
+                the device is stalled is abandoned as if it were cancelled.
             Internal: the step crashed; the session's KV is gone.
         """
         waiter = Waiter()
         with self._wake:
             if self._closing:
                 raise Unavailable("this replica is draining", reason="DRAINING")
+            self._watchdog.require_moving()
             self._post(functools.partial(self._admit, call, waiter, self._clock()))
         try:
-            return await waiter.future
-        except asyncio.CancelledError:
+            return await self._watchdog.answer_to(waiter)
+        except (asyncio.CancelledError, Unavailable):
             with self._wake:
                 self._post(functools.partial(self._abandon, call.round.session_id, waiter))
             raise
 
     async def release(self, session_ids: list[str]) -> None:
-        """Forgets sessions and frees their KV; calls in flight on them miss. Returns when it is done."""
+        """Forgets sessions and frees their KV; calls in flight on them miss. Returns when it is done.
+
+        Raises:
+            Unavailable: the device is stalled; it is done once that goes on.
+        """
         waiter = Waiter()
         with self._wake:
             if self._closing:
                 return  # closing frees everything
             self._post(functools.partial(self._release, tuple(session_ids), waiter))
-        await waiter.future
+        await self._watchdog.answer_to(waiter)
 
     async def close(self) -> None:
-        """Refuses new calls, finishes those in flight, frees everything, ends the thread. Idempotent."""
+        """Refuses new calls, finishes those in flight, frees everything, ends the thread. Idempotent.
+
+        A thread whose device is stalled is left behind: nothing can end it but the process.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._join)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the step that runs is far beyond its time; nothing is answered until it ends."""
+        return self._watchdog.is_stalled
 
     async def wait_ended(self) -> None:
         """Returns once the device thread has ended because of `close`.
 
         Raises:
-            Internal: the thread broke down; nothing will be answered any more.
+            Internal: the thread broke down, or the device failed for good; nothing will be answered any more.
         """
         await asyncio.wrap_future(self._ended)
 
@@ -146,7 +169,7 @@ class EngineLoop:
         return Load(
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
-            draining=self._closing,
+            draining=self._closing or self._watchdog.is_stalled,
         )
 
     def kv_len(self, session_id: str) -> int:
@@ -175,14 +198,26 @@ class EngineLoop:
         self._inbox.append(command)
         self._wake.notify()
 
+    def _join(self) -> None:
+        while self._thread.is_alive() and not self._watchdog.is_stalled:
+            self._thread.join(LOOK_INTERVAL_S)
+
     # Everything below runs on the device thread.
 
     def _run(self) -> None:
+        outcome: SpecdecError = Internal("the engine's thread ended")
         try:
             try:
                 self._run_turns()
+            except DeviceLost as lost:
+                outcome = Unavailable(f"{lost.message}; the replica ends")
+                raise
             finally:
-                self._end()
+                self._watchdog.end()
+                self._end(outcome)
+        except DeviceLost as lost:
+            _log.critical("%s", lost.message)
+            self._ended.set_exception(lost)
         except BaseException as error:
             _log.critical("the device thread broke down", exc_info=True)
             self._ended.set_exception(Internal(f"the engine's device thread broke down: {error!r}"))
@@ -199,29 +234,35 @@ class EngineLoop:
                     self._step()
                 elif self._outbox.is_empty:  # answers leave first
                     self._step_ahead()
+                self._watchdog.plan = None
                 self._outbox.deliver()
 
-    def _end(self) -> None:
-        """The thread's last act; jobs are left only when a fault of ours ends it, and nobody may wait for ever."""
+    def _end(self, outcome: SpecdecError) -> None:
+        """The thread's last act; jobs are left only when a fault ends it: they get `outcome`, and nobody may wait for
+        ever.
+        """
         with self._wake:
             self._closing = True
             commands, self._inbox = self._inbox, []
         for command in commands:
             command()
         for job in list(self._jobs.values()):
-            self._remove(job, Internal("the engine's thread ended"))
+            self._remove(job, outcome)
         self._outbox.deliver()
         self._sessions.release_all()
 
     def _next_commands(self) -> list[Callable[[], None]] | None:
         """Commands to carry out, sleeping while there is nothing to do; None when closed and drained."""
         with self._wake:
-            while not self._inbox and not self._jobs:
-                if self._closing:
+            while not self._inbox and (not self._jobs or self._pin_end_s is not None):
+                if self._closing and not self._jobs:
                     return None
                 if self._ahead.has_work():
                     break
-                self._wake.wait()
+                left_s = None if self._pin_end_s is None else self._pin_end_s - self._clock()
+                if left_s is not None and left_s <= 0:
+                    break
+                self._wake.wait(left_s)
             commands, self._inbox = self._inbox, []
             return commands
 
@@ -234,7 +275,7 @@ class EngineLoop:
             checked.set_result(None)
 
     def _admit(self, call: Call, waiter: Waiter, arrival_s: float) -> None:
-        if waiter.future.cancelled():
+        if waiter.future.done():  # cancelled, or told that the device is stalled
             return
         sequence: Sequence | None = None
         try:
@@ -287,12 +328,14 @@ class EngineLoop:
             self._finish(job)
 
     def _start_waiting(self) -> None:
-        """Lets jobs run in order of arrival as far as KV blocks go; refuses one that only pins keep from running."""
+        """Lets jobs run in order of arrival as far as KV blocks go."""
+        self._pin_end_s = None
         while self._waiting:
             job = self._waiting[0]
             try:
                 if not self._reserve(job):
-                    if self._running:
+                    self._pin_end_s = None if self._running else self._sessions.next_pin_end_s()
+                    if self._running or self._pin_end_s is not None:
                         return
                     raise ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED")
             except ResourceExhausted as error:
@@ -318,14 +361,18 @@ class EngineLoop:
         jobs = [self._running[chunk.job_index] for chunk in chunks]
         try:
             self._run_chunks(jobs, chunks, began_s)
-        except Exception:
+        except Exception as error:
             _log.exception("a step of %d sessions failed", len(jobs))
-            for job in jobs:
-                if job in self._running:
-                    self._fail(job, "the forward pass failed; the session's KV was dropped")
+            failed = [job for job in jobs if job in self._running]
+            for job in failed:
+                self._sessions.invalidate(job.sequence)
+            self._health.note_failure(error)
+            for job in failed:
+                self._remove(job, Internal("the forward pass failed; the session's KV was dropped"))
             return
+        self._health.note_step()
         step_s = self._clock() - began_s
-        self._scheduler.observe_step(step_s)
+        self._scheduler.observe_step(self._watchdog.believed_s(step_s))
         self._report(len(chunks), sum(chunk.num_tokens for chunk in chunks), step_s)
         for job in jobs:
             if job.answer is not None:
@@ -344,22 +391,25 @@ class EngineLoop:
                 return
             slices = tuple(slice_of(branch.job.sequence, branch.job.num_pending, 1) for branch in branches)
             copies = tuple(branch.block_copy for branch in branches if branch.block_copy is not None)
-            logits = self._worker.execute(StepPlan(slices, copies))
+            self._watchdog.plan = plan = StepPlan(slices, copies)
+            logits = self._worker.execute(plan)
             for branch in branches:
                 branch.note_run()
             self._ahead.advance(branches, logits, self._sessions)
             num_tokens = sum(len(part.token_ids) for part in slices)
             self._report(len(slices), num_tokens, self._clock() - began_s)
-        except Exception:
+        except Exception as error:
             _log.exception("a step of branches failed")
             self._sessions.end_forks()
+            self._health.note_failure(error)
 
     def _run_chunks(self, jobs: list[Job], chunks: list[Chunk], began_s: float) -> None:
         slices = tuple(
             slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
             for job, chunk in zip(jobs, chunks, strict=True)
         )
-        logits = self._worker.execute(StepPlan(slices))
+        self._watchdog.plan = plan = StepPlan(slices)
+        logits = self._worker.execute(plan)
         if logits.is_cuda and not len(logits):
             # Nothing of the step will be read back: unless waited for, it would be timed, and delay calls, with the
             # next one.

@@ -100,6 +100,11 @@ class ReplicaEngine:
             device=self._shape.device,
         )
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the device hangs; every call fails until its step ends."""
+        return self._engine_loop.is_stalled
+
     def check_integrity(self) -> None:
         """Checks the KV books; only while no call is in flight, or after `close`.
 
@@ -112,7 +117,7 @@ class ReplicaEngine:
         """Returns once the engine has been closed.
 
         Raises:
-            Internal: it broke down by itself; nothing will be answered any more.
+            Internal: it broke down by itself, or its device failed for good; nothing will be answered any more.
         """
         await self._engine_loop.wait_ended()
 

@@ -113,6 +113,13 @@ class Scheduler:
         """The step planned last took this long."""
         self._times.observe(self._planned, seconds)
 
+    def predict_step_s(self, load: StepLoad) -> float:
+        """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
+
+        May be asked from another thread while a step runs.
+        """
+        return self._times.step_s(load)
+
     def _share_prefill(self, jobs: Sequence[Schedulable], max_tokens: int, budget_s: float) -> list[int]:
         """Tokens for each prompt, 0 or more: block by block, in turns of the oldest and the shortest one left."""
         shares = [0] * len(jobs)

@@ -175,6 +175,18 @@ class SessionTable:
                 return True
         return False
 
+    def next_pin_end_s(self) -> float | None:
+        """When, on the table's clock, the first pin ends that keeps blocks from calls; None where there is none."""
+        now_s = self._clock()
+        return min(
+            (
+                sequence.pinned_until_s
+                for sequence in self._sessions.values()
+                if sequence.block_table and not sequence.in_flight and sequence.pinned_until_s > now_s
+            ),
+            default=None,
+        )
+
     def publish(self, sequence: Sequence, committed_len: int) -> None:
         """Shares the full blocks of committed tokens that have KV by now."""
         sequence.publish(committed_len, self._blocks)

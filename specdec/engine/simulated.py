@@ -79,6 +79,8 @@ class _SimulatedEngine:
     """What both engines share. Use from one event loop."""
 
     role: ClassVar[str]
+    is_stalled: ClassVar[bool] = False
+    """Nothing can hang: no step is really run."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 Three records, each of one kind of step, so that hours without a prompt do not make any of them forget: steps without
 prefill; how much longer a step took for the prefill beside its other tokens; whole steps of nothing but prefill.
 Arithmetic on what it is told, no clock: the same steps give the same predictions. Not here: how a line is fitted
-(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this).
+(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this, and `watchdog` through it).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Record:
 
 
 class StepTimes:
-    """Predicts by how much prefill lengthens a step."""
+    """Predicts by how much prefill lengthens a step, and what a whole step takes at most."""
 
     def __init__(self) -> None:
         self._without = _Record(is_fixed=True)
@@ -84,3 +84,14 @@ class StepTimes:
         """
         record = self._beside if load.num_tokens else self._alone
         return record.predict(load.num_prefill_tokens, load.num_prefill_pairs)
+
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
+
+        Scaled up from whole steps of one kind: what prefill adds to others is a difference of predictions.
+        """
+        num_tokens = load.num_tokens + load.num_prefill_tokens
+        context = load.num_context_tokens + load.num_prefill_pairs
+        records = (self._alone, self._without) if load.num_prefill_tokens else (self._without, self._alone)
+        measured = [record.time for record in records if record.time.is_measured]
+        return measured[0].scaled(num_tokens, context) if measured else float("inf")

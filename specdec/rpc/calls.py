@@ -54,6 +54,11 @@ class OpenCalls:
     def owes_too_many(self) -> bool:
         return len(self._owed) > MAX_OWED
 
+    @property
+    def oldest(self) -> PendingCall | None:
+        """The call that has waited longest."""
+        return next(iter(self._pending.values()), None)
+
     def next_id(self) -> int:
         """An id that no answer may still come for."""
         while True:

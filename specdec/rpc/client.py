@@ -114,6 +114,16 @@ class _Stream:
             if self._calls.owes_too_many:
                 self._end(f"{self._address}: the replica leaves calls unanswered")
 
+    @property
+    def oldest_pending(self) -> object:
+        """The call that has waited longest, by identity; None where none waits."""
+        return self._calls.oldest
+
+    def break_off(self, reason: str) -> None:
+        """Fails what is pending with Unavailable, at once; the stream is closed."""
+        self._task.cancel()
+        self._end(reason)
+
     async def close(self) -> None:
         """Fails what is pending. Idempotent."""
         self._task.cancel()
@@ -301,6 +311,17 @@ class _Link(Generic[RequestT, ReplyT]):
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
         return self._channel
+
+    @property
+    def oldest_pending(self) -> object:
+        """The streamed call that has waited longest, by identity; None where none waits."""
+        waiting = (stream.oldest_pending for stream in self._streams.values())
+        return next((call for call in waiting if call is not None), None)
+
+    def break_off(self, reason: str) -> None:
+        """Fails every streamed call that is pending with Unavailable, at once; the next one opens another stream."""
+        for stream in self._streams.values():
+            stream.break_off(reason)
 
     async def info(self) -> EngineInfo:
         """Asks the replica what it is.

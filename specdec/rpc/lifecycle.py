@@ -19,13 +19,16 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.config import ServiceSettings, advertised_address, split_address
-from specdec.errors import SpecdecError, Unavailable
+from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
 from specdec.rpc.server import ServiceServer, require_free
 from specdec.types import EngineInfo
 
 #: Container objects more than were freed, until the cyclic collector looks for garbage among the youngest.
 _GC_ALLOCATIONS = 50_000
+
+#: Between two looks at whether the device hangs.
+_DEVICE_LOOK_S = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +52,11 @@ class Engine(Protocol):
 
     async def wait_ended(self) -> None:
         """Raises Internal once the engine broke down by itself."""
+        ...
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its device hangs: calls fail until it goes on."""
         ...
 
     async def close(self) -> None: ...
@@ -93,7 +101,8 @@ async def run_replica(
 ) -> None:
     """Serves until `stop` is set, then finishes what is in flight within `settings.drain_grace_s`.
 
-    An engine that breaks down ends the replica at once: a process that can answer nothing is better restarted.
+    An engine that breaks down ends the replica at once: a process that can answer nothing is better restarted. One
+    whose device hangs may go on: until then health says NOT_SERVING.
 
     Args:
         settings: the process's settings.
@@ -131,9 +140,12 @@ async def run_replica(
             await registration.start()
             ending.push_async_callback(registration.close)
         _log.info("listening", extra={"address": server.address, "advertised": address})
+        follower = asyncio.create_task(_follow_device(engine, server, registration))
         try:
             await _until(stop, engine)
         finally:
+            follower.cancel()
+            await asyncio.wait({follower})
             await server.set_not_serving()
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
         servicer.drain()
@@ -155,13 +167,24 @@ async def _until(stop: asyncio.Event, engine: Engine) -> None:
         await asyncio.wait({stopper, watcher})
 
 
+async def _follow_device(engine: Engine, server: ServiceServer, registration: Registration | None) -> None:
+    """Says NOT_SERVING while the engine's device hangs, and SERVING again; until cancelled."""
+    was_stalled = False
+    while True:
+        await asyncio.sleep(_DEVICE_LOOK_S)
+        if engine.is_stalled != was_stalled:
+            was_stalled = not was_stalled
+            await (server.set_not_serving() if was_stalled else server.set_serving())
+            await _announce(registration)
+
+
 async def _announce(registration: Registration | None) -> None:
-    """Tells coordinators to stop choosing this replica, now rather than at the next heartbeat."""
+    """Tells coordinators whether to choose this replica, now rather than at the next heartbeat."""
     if registration is not None:
         try:
             await registration.beat()
-        except Unavailable as error:
-            _log.warning("could not announce the drain: %s", error)
+        except SpecdecError as error:
+            _log.warning("could not announce the replica's state: %s", error)
 
 
 def spare_the_collector() -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
@@ -25,6 +25,11 @@ MAX_RELEASED_SESSIONS = 4096
 
 class ServedEngine(Protocol):
     """What does not depend on the role."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its device hangs: calls fail until it goes on."""
+        ...
 
     async def release(self, session_ids: list[str]) -> None: ...
 
@@ -87,6 +92,9 @@ class ReplicaServicer:
         return common_pb2.ReleaseResponse()
 
     async def GetEngineInfo(self, request: common_pb2.GetEngineInfoRequest, context: Any) -> common_pb2.EngineInfo:  # noqa: N802
+        if self._served.is_stalled:
+            # Whoever asks would take an answer for a sign that calls are answered too.
+            raise Unavailable("the device of this replica hangs")
         return codec.encode_engine_info(self.info())
 
     async def answer(self, item: Any) -> Answered:

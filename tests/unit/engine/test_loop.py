@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
+import torch
 
 from draft_service.proposer import Proposer
 from specdec.engine import laws, sampling
-from specdec.engine.sessions import MAX_ANSWERS
+from specdec.engine.sessions import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import DrawRule, LawParams, ProposeRequest, VerifyRequest
 from target_service.verifier import Verifier
@@ -139,6 +141,50 @@ async def test_a_crash_fails_the_calls_of_its_step_and_the_engine_goes_on(held):
     assert again.choice_token_ids.tolist() == held.worker.greedy_continuation([*TOKENS[:20], 5], 1)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: unspecified launch failure"), ValueError("broken")])
+async def test_a_device_on_which_every_step_fails_ends_the_engine(held, error):
+    await held.verifier.verify(_verify(TOKENS[:20]))
+    held.worker.fail_always = error
+    outcomes = []
+    for round_id in range(1, 4):
+        try:
+            await held.verifier.verify(_verify(TOKENS[:20], round_id=round_id))
+        except (Internal, Unavailable) as failure:
+            outcomes.append((failure.reason, str(error) in failure.message))
+    num_failed_steps = 1 if isinstance(error, RuntimeError) else 3
+    assert outcomes[num_failed_steps - 1] == ("REPLICA_UNAVAILABLE", True)
+    with pytest.raises(Internal, match=f"the device failed for good.*{error}"):
+        await held.verifier.wait_ended()
+    assert len(held.worker.steps) == 1 + num_failed_steps + 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        MemoryError(),
+    ],
+)
+async def test_memory_that_is_short_in_every_step_does_not_end_the_engine(held, error):
+    held.worker.fail_always = error
+    for round_id in range(8):
+        with pytest.raises(Internal):
+            await held.verifier.verify(_verify(TOKENS[:20], round_id=round_id))
+    held.worker.fail_always = None
+    assert (await held.verifier.verify(_verify(TOKENS[:20], round_id=8))).kv_len == 20
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: invalid argument"), ValueError("broken")])
+async def test_a_request_whose_every_step_fails_does_not_end_the_engine(held, error):
+    for round_id in range(8):
+        held.worker.fail_next = error
+        with pytest.raises(Internal):
+            await held.verifier.verify(_verify(TOKENS[:20], session_id="bad", round_id=round_id))
+    good = await held.verifier.verify(_verify(TOKENS[:30], session_id="good"))
+    assert good.choice_token_ids.tolist() == held.worker.greedy_continuation(TOKENS[:30], 1)
+
+
 async def test_a_crash_spares_the_sessions_that_were_not_in_the_step(held):
     await held.verifier.verify(_verify(TOKENS[:20], session_id="a", round_id=1))
     held.worker.fail_next = RuntimeError("the device failed")
@@ -196,6 +242,40 @@ async def test_a_call_waits_for_the_blocks_of_one_that_runs():
     await first
     assert (await second).kv_len == 41
     await held.close()
+
+
+async def _miss(verifier: Verifier, session_id: str, num_tokens: int) -> None:
+    """Fills `num_tokens` of a session with KV, which a miss then pins."""
+    await verifier.verify(_verify(TOKENS[:num_tokens], session_id=session_id, round_id=1))
+    other = [*TOKENS[: num_tokens - 1], 2, 2, 2]
+    with pytest.raises(KvMiss):
+        await verifier.verify(_verify(other, session_id=session_id, round_id=2, start=num_tokens))
+
+
+async def test_a_call_that_only_pins_keep_from_running_waits_for_their_end():
+    passed_s = 0.0
+    verifier = Verifier(worker := TableWorker(num_blocks=4), clock=lambda: time.monotonic() + passed_s)
+    await _miss(verifier, "a", 50)
+    passed_s = DEFAULT_PIN_TTL_S - 0.3
+    # Nothing but the end of the pin wakes the engine.
+    answer = await asyncio.wait_for(verifier.verify(_verify([9, *TOKENS[:40]], session_id="b")), 20.0)
+    assert answer.choice_token_ids.tolist() == worker.greedy_continuation([9, *TOKENS[:40]], 1)
+    verifier.check_integrity()
+    await verifier.close()
+
+
+async def test_the_resend_that_a_pin_is_for_ends_the_wait_for_it():
+    verifier = Verifier(worker := TableWorker(num_blocks=4))
+    await _miss(verifier, "a", 50)
+    waiting = asyncio.create_task(verifier.verify(_verify([9, *TOKENS[:40]], session_id="b")))
+    await verifier.release([])  # the engine has seen it by now
+    assert not waiting.done()
+    tokens = [*TOKENS[:49], 2, 2, 2]
+    again = await verifier.verify(_verify(tokens, session_id="a", round_id=2, start=32))
+    assert again.choice_token_ids.tolist() == worker.greedy_continuation(tokens, 1)
+    assert (await waiting).choice_token_ids.tolist() == worker.greedy_continuation([9, *TOKENS[:40]], 1)
+    verifier.check_integrity()
+    await verifier.close()
 
 
 async def test_calls_of_many_sessions_that_arrive_together_share_a_step(held):

@@ -1,0 +1,120 @@
+"""A device that fails for good ends its replica's process; one that hangs makes it NOT_SERVING until it goes on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from specdec.rpc.status import from_rpc_error
+from specdec.v1 import common_pb2, coordinator_pb2, target_pb2_grpc
+from tests.process_rig import NUM_TOKENS, ask, models, read_rest, read_some, reference, run, stub_of
+from tests.stack import Stack, is_serving
+
+__all__ = ["models", "reference"]
+
+_PATIENCE_S = 60.0
+
+_ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
+
+
+class Injured:
+    """A stack whose first target and draft can be injured."""
+
+    def __init__(self, stack: Stack, directory: Path) -> None:
+        self.stack = stack
+        self.directory = directory
+        for name in ("target", "draft"):
+            part = stack.parts[name]
+            (directory / name).mkdir()
+            part.arguments = [part.module, str(directory / name), *part.arguments]
+            part.module = "tests.injured_service"
+
+    def injure(self, name: str, how: str, text: str = "") -> None:
+        (self.directory / name / how).write_text(text)
+
+    def heal(self, name: str) -> None:
+        for injury in (self.directory / name).iterdir():
+            injury.unlink()
+
+
+@pytest.fixture(scope="module")
+def injured(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Injured]:
+    """Every test leaves it well, with all its parts serving."""
+    stack = Stack(*models)
+    injured = Injured(stack, tmp_path_factory.mktemp("injuries"))
+    with stack:
+        yield injured
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_device_that_fails_for_good_ends_its_process_with_one_clear_line(
+    injured: Injured, reference: list[int], role: str
+) -> None:
+    stub = stub_of(injured.stack.endpoint)
+    stream = stub.Generate(ask(role, num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
+    output = read_some(stream, 8)
+    injured.injure(role, "fail", _ILLEGAL_ADDRESS)
+    if role == "draft":
+        read_rest(stream, output)
+        assert output.token_ids == reference
+    else:
+        with pytest.raises(grpc.RpcError) as caught:
+            read_rest(stream, output)
+        assert from_rpc_error(caught.value).reason == "REPLICA_UNAVAILABLE"
+    part = injured.stack.parts[role]
+    assert part.process is not None
+    assert part.process.wait(_PATIENCE_S) == 1
+    errors = [line for line in part.log.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: INTERNAL INTERNAL: the device failed for good")
+    assert _ILLEGAL_ADDRESS in errors[0]
+    # Restarted by whoever runs it, with a device that is well, it serves the same session.
+    injured.heal(role)
+    injured.stack.restart(role)
+    if role == "target":
+        _until(lambda: is_serving(injured.stack.endpoint))
+        rest = run(stub, coordinator_pb2.GenerateRequest(session_id=role, resume_from=len(output.token_ids)))
+        assert output.token_ids + rest.token_ids == reference
+
+
+def test_a_target_whose_device_hangs_is_not_serving_until_its_step_ends(injured: Injured, reference: list[int]) -> None:
+    stub, target = stub_of(injured.stack.endpoint), injured.stack.parts["target"]
+    stream = stub.Generate(ask("s", num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
+    output = read_some(stream, 8)
+    injured.injure("target", "hang")
+    with pytest.raises(grpc.RpcError) as caught:
+        read_rest(stream, output)
+    assert from_rpc_error(caught.value).reason == "REPLICA_UNAVAILABLE"
+    _until(lambda: not is_serving(target.address) and not is_serving(injured.stack.endpoint))
+    with grpc.insecure_channel(target.address) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            target_pb2_grpc.TargetServiceStub(channel).GetEngineInfo(common_pb2.GetEngineInfoRequest(), timeout=10.0)
+        assert from_rpc_error(refused.value).reason == "REPLICA_UNAVAILABLE"
+    injured.heal("target")
+    _until(lambda: is_serving(target.address) and is_serving(injured.stack.endpoint))
+    rest = run(stub, coordinator_pb2.GenerateRequest(session_id="s", resume_from=len(output.token_ids)))
+    assert output.token_ids + rest.token_ids == reference
+
+
+def test_a_target_whose_device_hangs_can_be_terminated(injured: Injured) -> None:
+    stream = stub_of(injured.stack.endpoint).Generate(ask(num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
+    read_some(stream, 8)
+    injured.injure("target", "hang")
+    process = injured.stack.parts["target"].process
+    assert process is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(_PATIENCE_S) == 0
+    injured.heal("target")
+    injured.stack.restart("target")

@@ -1,0 +1,179 @@
+"""A target whose device hangs, or whose process stands still, is left for another and used again once it is well."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coordinator import liveness
+from coordinator.pool import TargetReplica
+from specdec.rpc.status import from_rpc_error
+from specdec.types import EngineInfo
+from specdec.v1 import coordinator_pb2 as pb
+from tests.coordinator_rig import PROMPT, Rig, Service, eventually, read_rest, read_until, request, started_coordinator
+from tests.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
+from tests.process_rig import read_rest as read_rest_of
+from tests.stack import Stack
+
+__all__ = ["models", "reference"]
+
+#: Of a test that would otherwise wait for ever, in seconds.
+_PATIENCE_S = 20.0
+
+
+async def _warm(rig: Rig) -> None:
+    """As a process does before it says SERVING: a step can be told from a hang once there is one to compare it with."""
+    for service in rig.services:
+        await service.engine.warm_up()
+
+
+def _serving(rig: Rig, num_steps: dict[str, int]) -> Service:
+    """The target that ran steps since `num_steps`, by address, was noted."""
+    return max(rig.of_role("target"), key=lambda service: len(service.worker.steps) - num_steps[service.address])
+
+
+async def test_a_session_leaves_a_target_whose_device_hangs_and_may_come_back() -> None:
+    async with Rig(targets=2, drafts=0) as rig:
+        await _warm(rig)
+        coordinator = await rig.coordinator()
+        steps = {service.address: len(service.worker.steps) for service in rig.services}
+        stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=200))
+        output = await read_until(stream, 10)
+        hung = _serving(rig, steps)
+        (other,) = (service for service in rig.services if service is not hung)
+        hung.worker.gate.clear()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await read_rest(stream, output)
+                expected = other.worker.greedy_continuation(PROMPT, 200)
+                assert output.token_ids == expected
+                assert hung.engine.info().draining
+                # A new session does not even try it.
+                asked_before = len(other.worker.steps)
+                await coordinator.pools.poll()
+                assert (await coordinator.generate(request())).token_ids == expected[:24]
+                assert len(other.worker.steps) > asked_before
+        finally:
+            hung.worker.gate.set()
+        async with asyncio.timeout(_PATIENCE_S):
+            await eventually(lambda: not hung.engine.info().draining)
+            await coordinator.pools.poll()
+            # Back on the first target, with the other one gone: what the hung step had computed disturbs nothing.
+            await other.kill()
+            later = await coordinator.generate(request([9], session_id="s", max_new_tokens=20))
+        assert later.token_ids == hung.worker.greedy_continuation([*PROMPT, *expected, 9], 20)
+        hung.engine.check_integrity()
+
+
+async def test_a_lone_target_whose_device_hangs_fails_its_streams_by_name_and_goes_on_once_it_is_well() -> None:
+    async with started_coordinator(drafts=0) as (rig, coordinator):
+        await _warm(rig)
+        stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=200))
+        output = await read_until(stream, 10)
+        rig.target.worker.gate.clear()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await read_rest(stream, output)
+                assert from_rpc_error(caught.value).reason == "REPLICA_UNAVAILABLE"
+                await coordinator.pools.poll()
+                assert not coordinator.pools.is_ready
+        finally:
+            rig.target.worker.gate.set()
+        async with asyncio.timeout(_PATIENCE_S):
+            while not coordinator.pools.is_ready:
+                await coordinator.pools.poll()
+            rest = await coordinator.generate(pb.GenerateRequest(session_id="s", resume_from=len(output.token_ids)))
+        assert output.token_ids + rest.token_ids == rig.target.worker.greedy_continuation(PROMPT, 200)
+
+
+@pytest.fixture(scope="module")
+def two_targets(models: tuple[Path, Path]) -> Iterator[Stack]:
+    with Stack(models[0], num_targets=2) as stack:
+        yield stack
+
+
+def _frozen_target(stack: Stack, before: dict[str, float]) -> str:
+    """Stops the target that has worked more since `before`; returns its name."""
+    name = max(before, key=lambda part: _cpu_s(stack, part) - before[part])
+    process = stack.parts[name].process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    return name
+
+
+def _cpu_s(stack: Stack, name: str) -> float:
+    process = stack.parts[name].process
+    assert process is not None
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_session_leaves_a_target_whose_process_stands_still_and_nothing_is_doubled_when_it_moves_again(
+    two_targets: Stack, reference: list[int]
+) -> None:
+    stub = stub_of(two_targets.endpoint)
+    before = {name: _cpu_s(two_targets, name) for name in ("target", "target2")}
+    stream = stub.Generate(ask("frozen", num_tokens=4 * NUM_TOKENS, gamma=0), timeout=_PATIENCE_S)
+    output = read_some(stream, 60)
+    name = _frozen_target(two_targets, before)
+    try:
+        read_rest_of(stream, output)
+    finally:
+        os.kill(two_targets.parts[name].process.pid, signal.SIGCONT)
+    assert output.token_ids == reference
+    deadline = time.monotonic() + _PATIENCE_S
+    used: set[str] = set()
+    while len(used) < 2 and time.monotonic() < deadline:  # sessions go to both again
+        before = {part: _cpu_s(two_targets, part) for part in before}
+        assert run(stub, ask(num_tokens=NUM_TOKENS, gamma=0)).token_ids == reference[:NUM_TOKENS]
+        used.add(max(before, key=lambda part: _cpu_s(two_targets, part) - before[part]))
+    assert used == {"target", "target2"}
+    coordinator_log = two_targets.parts["coordinator"].log
+    assert "stands still" in coordinator_log
+    assert "STALE_EPOCH" not in coordinator_log
+    assert "the device hangs" not in two_targets.parts[name].log
+
+
+class _Asked:
+    """Counts how often a replica is asked what it is."""
+
+    def __init__(self, replica: TargetReplica) -> None:
+        self.count = 0
+        self._ask = replica.link.info
+        replica.link.info = self.info
+
+    async def info(self) -> EngineInfo:
+        self.count += 1
+        return await self._ask()
+
+
+async def test_a_call_that_takes_long_stays_where_it_is_as_long_as_its_replica_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is known of what a step takes here, so the engine waits too."""
+    monkeypatch.setattr(liveness, "LOOK_INTERVAL_S", 0.02)
+    async with Rig(targets=2, drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        watcher = asyncio.create_task(liveness.watch_targets(coordinator.pools))
+        asked = [_Asked(replica) for replica in coordinator.pools.targets()]
+        for service in rig.services:
+            service.worker.gate.clear()
+        try:
+            generating = asyncio.create_task(coordinator.generate(request()))
+            async with asyncio.timeout(_PATIENCE_S):
+                await eventually(lambda: max(replica.count for replica in asked) >= 3)
+        finally:
+            for service in rig.services:
+                service.worker.gate.set()
+        assert (await generating).token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
+        # The other one has not been tried.
+        assert sorted(bool(service.worker.steps) for service in rig.services) == [False, True]
+        watcher.cancel()
