@@ -15,7 +15,7 @@ from specdec.engine.hf_adapter import load_worker
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.tiny_architectures import VOCABULARY_SIZE, WINDOW, build_tiny_architecture
-from tests.tiny_models import EOS_TOKEN_ID
+from tests.tiny_models import EOS_TOKEN_ID, UNK_TOKEN_ID
 
 NUM_BLOCKS = 16
 #: Largest difference of two logits, against the spread of all: float32 rounding stays two orders below.
@@ -34,6 +34,8 @@ class Verdict:
     """The message of `Unsupported`; empty: right."""
     worst: float = 0.0
     """Largest relative difference of two logits."""
+    is_cache_right: bool = True
+    """Whether transformers' own cache gives the text that its forward pass does."""
 
 
 def judge(model_type: str, directory: Path, *, seed: int = 0) -> Verdict:
@@ -51,8 +53,7 @@ def judge(model_type: str, directory: Path, *, seed: int = 0) -> Verdict:
         return Verdict(model_type, refusal=refusal.message)
     worst = compare_logits(worker, model, seed=seed)
     assert worst < TOLERANCE, f"{model_type}: logits differ by {worst:.2g} of their spread"
-    compare_text(worker, model)
-    return Verdict(model_type, worst=worst)
+    return Verdict(model_type, worst=worst, is_cache_right=compare_text(worker, model))
 
 
 @torch.no_grad()
@@ -88,16 +89,30 @@ def _piece(tokens: list[int], start: int, end: int, index: int) -> SequenceSlice
 
 
 @torch.no_grad()
-def compare_text(worker: Worker, model: PreTrainedModel) -> None:
-    """Greedy text of the engine is that of `generate()`."""
+def compare_text(worker: Worker, model: PreTrainedModel) -> bool:
+    """Greedy text of the engine is that of `generate()`.
+
+    Returns:
+        False where transformers disagrees with itself: its `generate()` has that text only without a cache.
+    """
     prompt = [2 + (7 * index) % (VOCABULARY_SIZE - 2) for index in range(WINDOW + 9)]
-    generated = model.generate(
-        torch.tensor([prompt]), max_new_tokens=_NUM_GREEDY, do_sample=False, eos_token_id=EOS_TOKEN_ID, pad_token_id=0
-    )
-    expected = generated[0, len(prompt) :].tolist()
+    texts = [_generate(model, prompt, use_cache=use_cache) for use_cache in (True, False)]
     tokens, done = list(prompt), 0
-    for token_id in expected:
+    for _ in texts[-1]:
         logits = worker.execute(StepPlan((_piece(tokens, done, len(tokens), 0),)))[-1]
         done = len(tokens)
-        assert int(logits.argmax()) == token_id, f"{tokens[len(prompt) :]} goes on differently than {expected}"
-        tokens.append(token_id)
+        tokens.append(int(logits.argmax()))
+    assert tokens[len(prompt) :] == texts[-1]
+    return texts[0] == texts[1]
+
+
+def _generate(model: PreTrainedModel, prompt: list[int], *, use_cache: bool) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=_NUM_GREEDY,
+        do_sample=False,
+        use_cache=use_cache,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=UNK_TOKEN_ID,
+    )
+    return output[0, len(prompt) :].tolist()

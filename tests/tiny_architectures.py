@@ -47,7 +47,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"intermediate|ffn|inner|dff|dim_ff|feed_forward", 96),
     (r"size|dim|width|d_model|n_embd", 64),
 )
-_NOT_SIZES = re.compile(r"type_vocab|token|multiple|interval_|patch_size|conv|image_size|block_size|chunk_size_lm")
+_NOT_SIZES = re.compile(r"qk_head_dim|type_vocab|token|multiple|interval_|patch_size|conv|image_size|block_size|chunk_size_lm")
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
@@ -57,10 +57,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96},
         "num_key_value_heads": 2,
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": None, "head_dim": 32},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
@@ -73,9 +74,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
     },
     "granitemoehybrid": _MAMBA,
+    "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 32},
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
+    "xmod": {"default_language": "en_XX"},
     "xlnet": {"d_head": 16},
 }
 
@@ -127,9 +130,13 @@ def _shrink(settings: dict[str, Any], config_class: type[PreTrainedConfig]) -> d
     special = {"eos_token_id": EOS_TOKEN_ID, "is_decoder": True, "use_sliding_window": True}
     changes |= {name: value for name, value in special.items() if name in settings}
     changes |= {name: UNK_TOKEN_ID for name, value in settings.items() if _is_absent_token(name, value)}
-    for name, value in (("head_dim", 16), ("num_key_value_heads", 2)):
+    for name, value in (("head_dim", 16), ("num_key_value_heads", 2), ("sliding_window", WINDOW)):
         if name in settings and settings[name] is None:
             changes[name] = value
+    if "kv_lora_rank" in settings:  # its keys and values are made for every head
+        changes["num_key_value_heads"] = 4
+    if "use_sliding_window" in settings and "layer_types" in settings:
+        changes["layer_types"] = ["full_attention", "sliding_attention"]
     return changes | _SPECIAL.get(config_class.model_type, {})
 
 
