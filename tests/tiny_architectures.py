@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny_models import EOS_TOKEN_ID, UNK_TOKEN_ID, save_tokenizer
 
@@ -47,7 +47,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"intermediate|ffn|inner|dff|dim_ff|feed_forward", 96),
     (r"size|dim|width|d_model|n_embd", 64),
 )
-_NOT_SIZES = re.compile(r"qk_head_dim|type_vocab|token|multiple|interval_|patch_size|conv|image_size|block_size|chunk_size_lm")
+_NOT_SIZES = re.compile(
+    r"qk_head_dim|type_vocab|token|multiple|interval_|patch_size|conv|image_size|block_size|chunk_size_lm"
+)
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
@@ -96,7 +98,9 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
         raise CannotBuild(f"its configuration: {_first_line(error)}") from error
 
 
-def build_tiny_architecture(model_type: str, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build_tiny_architecture(
+    model_type: str, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Writes a checkpoint of a random model of `model_type` into `directory`.
 
     Returns:
@@ -131,7 +135,7 @@ def _shrink(settings: dict[str, Any], config_class: type[PreTrainedConfig]) -> d
     changes |= {name: value for name, value in special.items() if name in settings}
     changes |= {name: UNK_TOKEN_ID for name, value in settings.items() if _is_absent_token(name, value)}
     for name, value in (("head_dim", 16), ("num_key_value_heads", 2), ("sliding_window", WINDOW)):
-        if name in settings and settings[name] is None:
+        if name in settings and not settings[name]:
             changes[name] = value
     if "kv_lora_rank" in settings:  # its keys and values are made for every head
         changes["num_key_value_heads"] = 4

@@ -125,7 +125,7 @@ def _describe_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """In place of a mask, its window in every element; 0: all before a token is seen.
+    """In place of a mask, its window in every element; 0: all before a token is seen, -1: nothing is.
 
     Raises:
         Unsupported: it is neither causal nor causal within a window.
@@ -151,12 +151,12 @@ def _window_of(mask_function: Callable[..., torch.Tensor], tokens: int) -> int:
     for position in looked_at & set(range(tokens)):
         if not torch.equal(sees(position), (keys <= position) & (keys > position - window)):
             raise _refusal("masks what its layers see")
-    return 0 if window == tokens else window
+    return 0 if window == tokens else window or -1
 
 
 def _read_window(mask: torch.Tensor) -> int | None:
     window = mask.flatten()[0].item()
-    if mask.dtype != torch.float32 or not torch.all(mask == window):
+    if mask.dtype != torch.float32 or not torch.all(mask == window) or window < 0:
         raise _refusal("changes its masks")
     return int(window) or None
 
