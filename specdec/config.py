@@ -185,8 +185,8 @@ class ReplicaSettings(ServiceSettings):
     a CPU and captured on a GPU where it can, else eager."""
 
     self_check: Literal["on", "off"] = "on"
-    """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse a
-    model that this engine computes differently; off serves it as it is."""
+    """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
+    a model that this engine computes differently; off serves it as it is."""
 
     pool: str = "default"
     """Name of the replica pool this process belongs to."""

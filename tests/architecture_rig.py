@@ -49,7 +49,6 @@ def judge(model_type: str, directory: Path, *, seed: int = 0) -> Verdict:
     try:
         worker = load_worker(str(directory), device="cpu", dtype="float32", num_kv_blocks=NUM_BLOCKS)
     except Unsupported as refusal:
-        assert "\n" not in refusal.message
         return Verdict(model_type, refusal=refusal.message)
     worst = compare_logits(worker, model, seed=seed)
     assert worst < TOLERANCE, f"{model_type}: logits differ by {worst:.2g} of their spread"

@@ -1,4 +1,4 @@
-"""Compares a worker, before it serves, with the model's own eager forward: an architecture is computed right or refused.
+"""Compares a worker, before it serves, with the model's own eager forward: a model is computed right or refused.
 
 Two sequences of random tokens go through the model as transformers runs it, whole, then through the worker as services
 run it: in chunks, token by token, two in one batch, by way of the KV pool, beyond the smallest window that layers have.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class Reference:
     logits: tuple[torch.Tensor, ...]
     """Per sequence, float32 [tokens, V]."""
     spread: float
-    """Of all logits."""
+    """Standard deviation of all logits that are numbers."""
     noise: float
     """What `difference` is between the model and itself disturbed."""
 
@@ -93,7 +94,8 @@ def take_reference(
         logits = tuple(_run(model, tokens, shape.vocabulary_size) for tokens in sequences)
         with _disturbed(model, arithmetic.rounding):
             disturbed = _run(model, sequences[-1], shape.vocabulary_size)
-    spread = float(torch.cat(logits).std())
+    finite = torch.cat([rows[rows.isfinite()] for rows in logits])
+    spread = (float(finite.std()) if len(finite) > 1 else 0.0) or 1.0
     return Reference(sequences, logits, spread, difference(disturbed, logits[-1], spread))
 
 
@@ -105,7 +107,7 @@ def require_same(worker: Worker, reference: Reference, architecture: str) -> Non
     """
     allowed = min(_ALLOWED_ALWAYS + _ALLOWED_NOISE * reference.noise, _ALLOWED_AT_MOST)
     worst = max(_differences(worker, reference))
-    if not worst <= allowed:  # nor NaN
+    if worst > allowed:
         raise Unsupported(
             f"a model of type {architecture} is computed differently here than by transformers: its logits differ by "
             f"{worst:.2g} of their spread, where rounding explains {allowed:.2g} (--self-check off serves it anyway)"
@@ -113,8 +115,13 @@ def require_same(worker: Worker, reference: Reference, architecture: str) -> Non
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, spread: float) -> float:
-    """Root mean square difference of logits [rows, V], as a fraction of `spread`: the worst run of rows' median."""
-    rows = (actual - expected).square().mean(dim=1).sqrt() / spread
+    """Root mean square difference of logits [rows, V], as a fraction of `spread`: the worst run of rows' median.
+
+    What is no number in both is the same, in one of them infinitely different.
+    """
+    gaps = (actual - expected).nan_to_num_(nan=torch.inf)
+    gaps = gaps.masked_fill_(~(actual.isfinite() | expected.isfinite()), 0)
+    rows = gaps.square().mean(dim=1).sqrt() / spread
     return max(float(run.median()) for run in rows.split(_RUN_ROWS))
 
 
@@ -157,7 +164,7 @@ def _cuts(length: int) -> list[tuple[int, int]]:
     singles_from = max(2, length - _LAST_CHUNK - _SINGLE_TOKENS)
     last_from = max(singles_from, length - _LAST_CHUNK)
     edges = sorted({0, singles_from // 2, *range(singles_from, last_from + 1), length})
-    return [span for span in zip(edges, edges[1:], strict=False) if span[1] <= length]
+    return [span for span in pairwise(edges) if span[1] <= length]
 
 
 def _block_tables(lengths: Sequence[int]) -> list[tuple[int, ...]]:
