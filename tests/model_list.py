@@ -1,7 +1,7 @@
 """`python -m tests.model_list [--check]`: writes docs/models.md, or fails when it is not what the engine does now.
 
-Several minutes: it loads a tiny model of every architecture. `tests.integration.test_every_architecture` compares row by
-row as it goes.
+Several minutes: it loads a tiny model of every architecture. `tests.integration.test_every_architecture` compares row
+by row as it goes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _VERSION_LINE = "The list is that of transformers {version}, "
 
 _HEAD = """# Models
 
-What becomes of each decoder-only architecture of transformers: its paged logits equal the model's own eager forward and its greedy text equals `generate()`, or it
-is refused at load with one `UNSUPPORTED` line. {version_line}each row was found by running a tiny random model; `make model-list` writes this page.
-Every replica makes the comparison for its own checkpoint before it serves (`--self-check`, on by default).
+What becomes of each decoder-only architecture of transformers: its paged logits equal the model's own eager forward and
+its greedy text equals `generate()`, or it is refused at load with one `UNSUPPORTED` line. {version_line}each row was
+found by running a tiny random model; `make model-list` writes this page. Every replica makes the comparison for its own
+checkpoint before it serves (`--self-check`, on by default), so a newer type is right or refused too.
 
 | Architecture | Here | Why |
 |---|---|---|

@@ -1,8 +1,8 @@
 """A tiny random checkpoint of every decoder-only class that the installed transformers has, from its own configuration.
 
 Not a list of ours: the model types are transformers' own mapping, and a configuration is its default one with every
-number of layers, heads, experts, widths, windows and tokens made small by its name (`_shrink`). What a type needs beyond
-that stands in `_SPECIAL`. `tests.tiny_models` builds the few promised architectures with more care. Called by
+number of layers, heads, experts, widths, windows and tokens made small by its name (`_shrink`). What a type needs more
+stands in `_SPECIAL`. `tests.tiny_models` builds the few promised architectures with more care. Called by
 `tests.integration.test_every_architecture` and `tests.architecture_rig`.
 """
 
@@ -98,13 +98,11 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
         raise CannotBuild(f"its configuration: {_first_line(error)}") from error
 
 
-def build_tiny_architecture(
-    model_type: str, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def build_tiny_architecture(model_type: str, directory: Path, *, seed: int = 0) -> PreTrainedModel:
     """Writes a checkpoint of a random model of `model_type` into `directory`.
 
     Returns:
-        The model, in float32.
+        The model, with eager attention.
 
     Raises:
         CannotBuild: transformers does not make one.
@@ -115,7 +113,7 @@ def build_tiny_architecture(
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         _scale_weights(model, torch.Generator().manual_seed(seed))
         model.generation_config = GenerationConfig(eos_token_id=EOS_TOKEN_ID, do_sample=False)
-        model.to(dtype).save_pretrained(directory)
+        model.save_pretrained(directory)
     except Exception as error:
         raise CannotBuild(f"the model: {_first_line(error)}") from error
     save_tokenizer(directory, VOCABULARY_SIZE)
