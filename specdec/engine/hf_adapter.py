@@ -135,7 +135,7 @@ def _make_worker(
         return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8)
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
     forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
-    is_captured = cache.num_blocks > shape.num_kv_blocks
+    is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
     recorded = capture_steps(compiling, source, forward, shape) if is_captured else None
     return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device, recorded=recorded)
 
@@ -222,7 +222,8 @@ def _load_config(model: str, directory: Path) -> PreTrainedConfig:
         raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other_layers:
-        raise Unsupported(f"model {model!r} has layers of type {', '.join(sorted(other_layers))}")
+        layers = ", ".join(sorted(other_layers))
+        raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
     return config
 
 

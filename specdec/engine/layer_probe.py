@@ -134,17 +134,17 @@ def _describe_mask(
     if local_size is not None and local_size >= tokens:
         tokens = local_size + 1
     try:
-        window = _window_of(mask_function, tokens)
+        window = _window_of(mask_function, tokens, device)
     except IndexError:  # it looks its tokens up, which are those of the probe
-        window = _window_of(mask_function, kv_length) or local_size or 0
+        window = _window_of(mask_function, kv_length, device) or local_size or 0
     return torch.full((batch_size, 1, q_length, kv_length), float(window), dtype=torch.float32, device=device)
 
 
-def _window_of(mask_function: Callable[..., torch.Tensor], tokens: int) -> int:
-    first, keys = torch.zeros((), dtype=torch.int64), torch.arange(tokens)
+def _window_of(mask_function: Callable[..., torch.Tensor], tokens: int, device: torch.device | None) -> int:
+    first, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(tokens, device=device)
 
     def sees(position: int) -> torch.Tensor:
-        return mask_function(first, first, torch.tensor(position), keys).expand(tokens)
+        return mask_function(first, first, torch.tensor(position, device=device), keys).expand(tokens)
 
     window = int(sees(tokens - 1).sum())
     looked_at = {0, 1, 7, window - 1, window, window + 1, tokens // 3, tokens // 2, tokens - 2, tokens - 1}

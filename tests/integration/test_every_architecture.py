@@ -66,6 +66,7 @@ def test_an_architecture_is_computed_right_or_refused_in_one_line(model_type: st
         said = row(model_type, problem, is_built=False)
     else:
         assert "\n" not in verdict.refusal
+        assert not verdict.refusal or " of type " in verdict.refusal
         said = row(model_type, verdict.refusal, is_cache_right=verdict.is_cache_right)
     if is_documented_version():
         assert said in documented_rows()
