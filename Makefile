@@ -20,7 +20,7 @@ export GRPC_VERBOSITY := ERROR
 # Two workers, whole files each (a file shares its processes), one thread apiece.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help setup demo test test-full test-gpu test-failure bench lint type proto proto-check k8s-validate images up down ci clean redis
+.PHONY: help setup demo test test-full model-list test-gpu test-failure bench lint type proto proto-check k8s-validate images up down ci clean redis
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,9 @@ test: setup redis  ## all tests against real gRPC and a real Redis, under 10 min
 
 test-full: setup redis  ## the long products as well
 	$(PYTEST) -m "not gpu" --timeout 3600
+
+model-list: setup  ## write docs/models.md: what becomes of each architecture of transformers (minutes)
+	$(BIN)/python -m tests.model_list
 
 test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/gpu -s

@@ -110,6 +110,7 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
             row_counts(2),
             cache_directory(os.environ) / "compiled",
         ),
+        self_check=settings.self_check == "on",
     )
     return Proposer(
         worker,

@@ -209,6 +209,10 @@ class ReplicaSettings(ServiceSettings):
     one session, compiled at the first start), any other backend of torch.compile that is installed, or auto: native on
     a CPU and captured on a GPU where it can, else eager."""
 
+    self_check: Literal["on", "off"] = "on"
+    """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
+    a model that this engine computes differently; off serves it as it is."""
+
     pool: str = "default"
     """Name of the replica pool this process belongs to."""
 

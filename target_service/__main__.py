@@ -108,6 +108,7 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
             row_counts(settings.max_gamma + 1),
             cache_directory(os.environ) / "compiled",
         ),
+        self_check=settings.self_check == "on",
     )
     return Verifier(
         worker,

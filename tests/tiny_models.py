@@ -190,7 +190,7 @@ def build_tiny_model(
     ids = list(eos_token_ids)
     model.generation_config = GenerationConfig(eos_token_id=ids[0] if len(ids) == 1 else ids, do_sample=False)
     model.to(dtype).save_pretrained(directory)
-    _save_tokenizer(directory, vocabulary_size, chat_template)
+    save_tokenizer(directory, vocabulary_size, chat_template)
     return directory
 
 
@@ -234,7 +234,7 @@ def _perturb_weights(model: torch.nn.Module, generator: torch.Generator, perturb
             parameter.add_(noise * parameter.std() * eos_untouched, alpha=perturb)
 
 
-def _save_tokenizer(directory: Path, vocabulary_size: int, chat_template: str | None) -> None:
+def save_tokenizer(directory: Path, vocabulary_size: int, chat_template: str | None = None) -> None:
     token_to_id = {"<unk>": UNK_TOKEN_ID, "</s>": EOS_TOKEN_ID}
     token_to_id |= {f"w{token_id}": token_id for token_id in range(2, vocabulary_size)}
     backend = Tokenizer(WordLevel(token_to_id, unk_token="<unk>"))

@@ -57,6 +57,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--compile-backend", default="auto", metavar="NAME", help="native, captured, eager, inductor, ...; default auto"
     )
+    parser.add_argument(
+        "--self-check", default="on", choices=["on", "off"], help="refuse models that are computed wrongly; default on"
+    )
     parser.add_argument("--replicas-draft", type=int, default=1, metavar="N", help="0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N")
     for role, share in _UTILIZATION.items():
@@ -172,7 +175,7 @@ def _replicas(
             f"{role}_service",
             [
                 *("--model", model, "--device", args.device, "--dtype", args.dtype),
-                *("--compile-backend", args.compile_backend, *memory),
+                *("--compile-backend", args.compile_backend, "--self-check", args.self_check, *memory),
                 *("--listen", f"127.0.0.1:{port}", *_common(redis_url)),
             ],
             quiet,

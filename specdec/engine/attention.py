@@ -1,13 +1,17 @@
 """Attention over the paged cache, in the place of transformers' own.
 
 Registered with transformers under `ATTENTION_NAME`; a model whose configuration carries that name calls
-`paged_attention_forward` in every layer, with the step's `PagedContext` among its keyword arguments. Holds no state.
-Called by transformers' modules and by `engine.llama_stack`.
+`paged_attention_forward` in every layer, within `attending` to the step's `PagedContext`: some models hand no keyword
+argument down to their layers. Called by transformers' modules and by `engine.llama_stack`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -29,21 +33,36 @@ def paged_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    paged_context: PagedContext | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention contract: query [1, H, T, D], key and value [1, KV, T, D] -> ([1, T, H, D], None)."""
-    if paged_context is None:
+    context = _context.get()
+    if context is None:
         raise RuntimeError(f"{ATTENTION_NAME} attention was called outside a worker's step")
-    output = paged_context.attend_layer(
-        module.layer_idx,
+    output = context.attend_layer(
+        next(context.calls),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap,
+        s_aux,
     )
-    return output.unsqueeze(0), None
+    return output.unsqueeze(0).contiguous(), None  # callers view it as they like
+
+
+_context: ContextVar[PagedContext | None] = ContextVar("paged_context", default=None)
+
+
+@contextmanager
+def attending(context: PagedContext) -> Iterator[None]:
+    """Within it, transformers' modules attend in `context`, one call after the other."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
 
 
 class RowContext(Protocol):
@@ -64,6 +83,9 @@ class PagedContext:
     cache: KvCache
     kind_of_layer: tuple[int, ...]
     """Index into each group's `views`."""
+    calls: Iterator[int] = field(default_factory=count)
+    """Which layer of the cache the next call of transformers' modules attends in: they call in the order of the probe,
+    and a module that attends twice, or a layer that is run twice, has a layer of the cache for each."""
 
     def attend_layer(
         self,
@@ -73,6 +95,7 @@ class PagedContext:
         value: torch.Tensor,
         scale: float,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer for the step's T tokens, in the order of the flat batch.
 
@@ -83,15 +106,22 @@ class PagedContext:
             value: [T, num_kv_heads, value_dim].
             scale: multiplies the scores.
             softcap: bounds the scores to (-softcap, softcap) by tanh; None: unbounded.
+            sinks: [H], a score per head that every query gives to nothing; None: it gives all to what it sees.
 
         Returns:
             [T, H, value_dim].
         """
         kv_rows = torch.cat((key.flatten(1), value.flatten(1)), dim=1)
-        return self.attend_rows(layer_index, query, kv_rows, scale, softcap)
+        return self.attend_rows(layer_index, query, kv_rows, scale, softcap, sinks)
 
     def attend_rows(
-        self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        kv_rows: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `RowContext`."""
         layer, kind = self.cache.layers[layer_index], self.kind_of_layer[layer_index]
@@ -105,7 +135,7 @@ class PagedContext:
             if view is None:
                 outputs.append(_attend_causally(layer, query[rows], kv_rows[rows], scale))
             else:
-                outputs.append(_attend_group(group, view, layer, query[rows], scale, softcap))
+                outputs.append(_attend_group(group, view, layer, query[rows], scale, softcap, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -131,6 +161,7 @@ def _attend_group(
     query: torch.Tensor,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [num_rows, H, key_dim] -> [num_rows, H, value_dim]."""
     if view.block_ids is None:
@@ -146,28 +177,36 @@ def _attend_group(
         packed = query.reshape(B, KV, H // KV, D)
     else:
         packed = query.reshape(B, Q, KV, H // KV, D).permute(0, 2, 1, 3, 4).reshape(B, KV, -1, D)  # [B, KV, Q * G, D]
-    if softcap is None:
+    if softcap is None and sinks is None:
         output = scaled_dot_product_attention(packed, keys, values, attn_mask=view.mask, scale=scale)
     else:
-        output = _softcapped_attention(packed, keys, values, view.mask, scale, softcap)
+        if sinks is not None:
+            sinks = sinks.view(KV, 1, H // KV).expand(KV, Q, H // KV).reshape(KV, -1, 1)  # [KV, Q * G, 1]
+        output = _attend_by_hand(packed, keys, values, view.mask, scale, softcap, sinks)
     if Q > 1:
         output = output.view(B, KV, Q, H // KV, -1).permute(0, 2, 1, 3, 4)
     output = output.reshape(B * Q, H, -1)
     return output if group.unpad_index is None else output.index_select(0, group.unpad_index)
 
 
-def _softcapped_attention(
+def _attend_by_hand(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    scores = (query @ keys.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    """What PyTorch's own attention does not have. query [B, KV, Q * G, key_dim] -> [B, KV, Q * G, value_dim]."""
+    scores = query @ keys.transpose(-1, -2)
+    scores = scores.mul_(scale) if softcap is None else scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores += mask
-    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(len(scores), -1, -1, -1).to(scores.dtype)), dim=-1)
+    shares = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    return shares[..., : keys.shape[2]] @ values
 
 
 def no_mask(*_: Any, **__: Any) -> None:

@@ -35,6 +35,8 @@ class AttentionKind:
     """A token sees itself and the `window - 1` before it; None: all before it."""
     queries_per_kv_head: int
     softcap: float | None
+    has_sinks: bool = False
+    """Every head also gives a part of its attention to nothing."""
 
     def first_visible(self, position: int) -> int:
         """The first position that a query at `position` sees."""
@@ -218,7 +220,7 @@ def _build_view(
     num_queries = query_positions.shape[1]
     if lone is not None and lone.start == 0 and num_queries > 1:
         unlimited = kind.window is None or kind.window >= num_queries
-        if unlimited and kind.softcap is None:
+        if unlimited and kind.softcap is None and not kind.has_sinks:
             return None
     first_blocks = [kind.first_visible(piece.start) // BLOCK_TOKENS for piece in members]
     tables = [piece.block_table[first : _num_blocks(piece)] for piece, first in zip(members, first_blocks, strict=True)]

@@ -21,17 +21,19 @@ from transformers.utils import logging as transformers_logging
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.attention import ATTENTION_NAME, register_attention
 from specdec.engine.base import ModelShape, Worker
+from specdec.engine.batch import AttentionKind
 from specdec.engine.captured import capture_steps, wants_capture
 from specdec.engine.compiled import AUTO, NATIVE, CompileOptions, GraphSource, forward_pass, require_backend
 from specdec.engine.device_memory import DeviceMemory, kv_pool_bytes
 from specdec.engine.int8_projection import Int8Projection
 from specdec.engine.kv_cache import KvCache, block_bytes
-from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
+from specdec.engine.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.llama_stack import LlamaStack
 from specdec.engine.model_runner import ForwardPass, ModelRunner, TransformersForward
 from specdec.engine.native.library import load_library
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
+from specdec.engine.self_check import Arithmetic, require_same, take_reference
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
@@ -60,6 +62,7 @@ def load_worker(
     num_kv_blocks: int | None = None,
     num_threads: int | None = None,
     compiling: CompileOptions | None = None,
+    self_check: bool = True,
 ) -> Worker:
     """Loads a checkpoint and its KV pool.
 
@@ -74,12 +77,13 @@ def load_worker(
         num_kv_blocks: blocks of the KV pool, instead.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
         compiling: what is compiled or captured, here and now; None: the native kernels where they compute the model.
+        self_check: compare the worker's logits with the model's own forward pass, and refuse one that differs.
 
     Raises:
         InvalidRequest: no such checkpoint, device, dtype or compile backend, no room for a single block, or not the
             share of the device's memory that is asked for.
-        Unsupported: not a decoder-only model, attention that cannot be replaced, int8 elsewhere than on a CPU, or a
-            backend that cannot compile or capture it.
+        Unsupported: not a decoder-only model, one that is computed differently here than by transformers, int8
+            elsewhere than on a CPU, or a backend that cannot compile or capture it.
     """
     compiling = compiling or CompileOptions()
     require_backend(compiling.backend)
@@ -93,36 +97,66 @@ def load_worker(
     token_to_id = load_vocabulary(directory)
     _log.info("loading weights of %s to %s", model, torch_device)
     loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
-    layers = probe_layers(loaded)
-    loaded.set_attn_implementation(ATTENTION_NAME)
-    torch_dtype, shapes = loaded.dtype, [layer.shape for layer in layers]
-    context = _model_context(loaded.config)
-    if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
-        kv_share = _CUDA_KV_SHARE_CAPTURED if is_captured else _CUDA_KV_SHARE
-        memory = DeviceMemory.of(torch_device)
-        kv_cache_bytes = kv_pool_bytes(memory, utilization=gpu_memory_utilization, kv_share=kv_share)
-    blocks = _pool_blocks(block_bytes(shapes, torch_dtype), context, kv_cache_bytes, num_kv_blocks)
-    vocabulary = vocabulary_fingerprint(token_to_id)
-    served_dtype = "int8" if is_int8 else str(torch_dtype).removeprefix("torch.")
-    shape = ModelShape(
-        vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
-        max_context_tokens=min(context, blocks * BLOCK_TOKENS),
-        eos_token_ids=_eos_token_ids(loaded),
-        model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
-        vocabulary_fingerprint=vocabulary,
-        num_kv_blocks=blocks,
-        dtype=served_dtype,
-        device=str(torch_device),
-    )
-    # The last block is the captured steps' own: what they store of padding.
-    cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=torch_dtype, device=torch_device)
-    kinds = [layer.kind for layer in layers]
-    if library := _native_library(compiling, loaded):
-        return NativeRunner(library, loaded, cache, kinds, shape, is_int8=is_int8)
-    source = GraphSource(loaded, kinds, cache, shape.model_fingerprint, shape.dtype)
-    forward = forward_pass(compiling, source, partial(_forward_pass, loaded, is_int8))
+    with refusing_failures(config):
+        layers = probe_layers(loaded)
+        shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
+        context = _model_context(loaded.config)
+        if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
+            kv_share = _CUDA_KV_SHARE_CAPTURED if is_captured else _CUDA_KV_SHARE
+            memory = DeviceMemory.of(torch_device)
+            kv_cache_bytes = kv_pool_bytes(memory, utilization=gpu_memory_utilization, kv_share=kv_share)
+        blocks = _pool_blocks(block_bytes(shapes, loaded.dtype), context, kv_cache_bytes, num_kv_blocks)
+        vocabulary = vocabulary_fingerprint(token_to_id)
+        served_dtype = "int8" if is_int8 else str(loaded.dtype).removeprefix("torch.")
+        shape = ModelShape(
+            vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
+            max_context_tokens=min(context, blocks * BLOCK_TOKENS),
+            eos_token_ids=_eos_token_ids(loaded),
+            model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
+            vocabulary_fingerprint=vocabulary,
+            num_kv_blocks=blocks,
+            dtype=served_dtype,
+            device=str(torch_device),
+        )
+        library = _native_library(compiling, loaded)
+        reference = None
+        if self_check:
+            reference = take_reference(loaded, shape, kinds, _arithmetic(loaded, is_int8, library is not None))
+        loaded.set_attn_implementation(ATTENTION_NAME)
+        # The last block is the captured steps' own: what they store of padding.
+        cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=loaded.dtype, device=torch_device)
+        worker = _make_worker(loaded, cache, kinds, shape, compiling, library)
+        if reference is not None:
+            require_same(worker, reference, config.model_type)
+    return worker
+
+
+def _make_worker(
+    model: PreTrainedModel,
+    cache: KvCache,
+    kinds: list[AttentionKind],
+    shape: ModelShape,
+    compiling: CompileOptions,
+    library: ctypes.CDLL | None,
+) -> Worker:
+    """Takes the model apart."""
+    is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
+    if library is not None:
+        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8)
+    source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
+    forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
+    is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
     recorded = capture_steps(compiling, source, forward, shape) if is_captured else None
-    return ModelRunner(forward, cache, kinds, shape, dtype=torch_dtype, device=torch_device, recorded=recorded)
+    return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device, recorded=recorded)
+
+
+def _arithmetic(model: PreTrainedModel, is_int8: bool, is_native: bool) -> Arithmetic:
+    """What the worker to be made of `model` rounds."""
+    if not is_int8:
+        return Arithmetic(torch.finfo(model.dtype).eps)
+    if is_native:  # activations have 16 bits, of which a row's largest takes all
+        return Arithmetic(torch.finfo(torch.float16).eps, NativeRunner.round_weight)
+    return Arithmetic(torch.finfo(torch.bfloat16).eps, Int8Projection.round_weight)
 
 
 def _native_library(compiling: CompileOptions, model: PreTrainedModel) -> ctypes.CDLL | None:
@@ -201,7 +235,8 @@ def _load_config(model: str, directory: Path) -> PreTrainedConfig:
         raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other_layers:
-        raise Unsupported(f"model {model!r} has layers of type {', '.join(sorted(other_layers))}")
+        layers = ", ".join(sorted(other_layers))
+        raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
     return config
 
 
@@ -220,6 +255,9 @@ def _load_model(
                 trust_remote_code=False,
             )  # fmt: skip
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
+        # A class that cannot even be made without weights is not the checkpoint's fault.
+        with refusing_failures(config), _quietly(), torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
         raise InvalidRequest(f"model {model!r} cannot be loaded: {_first_line(error)}", field="model") from error
     if report["missing_keys"]:
         name = min(report["missing_keys"])

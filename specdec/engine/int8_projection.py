@@ -31,14 +31,21 @@ class Int8Projection(nn.Module):
             bias: [out].
         """
         super().__init__()
-        weight = weight.detach().to(torch.float32)
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
-        smallest = torch.finfo(torch.bfloat16).tiny  # of an output whose weights are all 0
-        # The kernel takes bfloat16 scales: rounded first, so that the integers make up for it.
-        self.scales = (weight.abs().amax(dim=1) / _LARGEST).clamp_(min=smallest).to(torch.bfloat16)
-        quotients = torch.round(weight / self.scales.to(torch.float32)[:, None])
-        self.weight = quotients.clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+        integers, self.scales = _quantise(weight.detach())
+        self.integers = integers.to(torch.int8)
+
+    @staticmethod
+    def round_weight(weight: torch.Tensor) -> torch.Tensor:
+        """What a weight [out, in] is multiplied as, in float32."""
+        integers, scales = _quantise(weight)
+        return integers.mul_(scales.to(torch.float32)[:, None])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """float32 [out, in], for modules that look at the weights of their linear layers; made anew each time."""
+        return self.integers.to(torch.float32) * self.scales.to(torch.float32)[:, None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self._product(x).to(x.dtype)
@@ -55,6 +62,15 @@ class Int8Projection(nn.Module):
         """x [..., in] -> bfloat16 [rows, out]."""
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
         if len(rows) < _MANY_ROWS and self.in_features % _KERNEL_INPUTS == 0:
-            return torch._weight_int8pack_mm(rows, self.weight, self.scales)
-        output = linear(rows.to(torch.float32), self.weight.to(torch.float32))
+            return torch._weight_int8pack_mm(rows, self.integers, self.scales)
+        output = linear(rows.to(torch.float32), self.integers.to(torch.float32))
         return output.mul_(self.scales).to(torch.bfloat16)
+
+
+def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[out, in] -> integers in float32 [out, in], bfloat16 scales [out]."""
+    weight = weight.to(torch.float32)
+    smallest = torch.finfo(torch.bfloat16).tiny  # of an output whose weights are all 0
+    # The kernel takes bfloat16 scales: rounded first, so that the integers make up for it.
+    scales = (weight.abs().amax(dim=1) / _LARGEST).clamp_(min=smallest).to(torch.bfloat16)
+    return torch.round(weight / scales.to(torch.float32)[:, None]).clamp_(-_LARGEST, _LARGEST), scales

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.engine.attention import PagedContext
+from specdec.engine.attention import PagedContext, attending
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
 from specdec.engine.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.kv_cache import KvCache
@@ -40,13 +40,13 @@ class TransformersForward:
         self._model = model
 
     def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
-        output = self._model(
-            input_ids=batch.token_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            paged_context=context,
-        )
+        with attending(context):
+            output = self._model(
+                input_ids=batch.token_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+            )
         return output.logits[0]
 
 

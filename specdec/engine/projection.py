@@ -47,6 +47,11 @@ class Projection(nn.Module):
         elif both_layouts:
             self.weight_t = weight.t().contiguous() if self.out_features >= self.in_features else weight.t()
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], for modules that look at the weights of their linear layers; made anew where need be."""
+        return self.blocked.to_dense() if self.weight_t is None else self.weight_t.t()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._prefers_plain(x):
             if self.bias is None:

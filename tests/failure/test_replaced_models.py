@@ -192,11 +192,11 @@ async def test_a_new_turn_on_another_model_is_told_to_the_caller_and_to_whoever_
         assert changed.token_ids == greedy_of(5, held, 24)
         replayed = await coordinator.generate(request(None, session_id="s", resume_from=0))
         for output in (changed, replayed):
-            assert (output.started.target_fingerprint, output.started.target_changed) == ("table-5", True)
+            assert (output.started.target_fingerprint, output.started.target_changed) == ("table-5-table", True)
         registry = coordinator.generations._metrics.registry
         assert registry.get_sample_value("specdec:target_changes_total", {"model_name": "table"}) == 1
         last = await coordinator.generate(request((9,), session_id="s"))
-        assert (last.started.target_fingerprint, last.started.target_changed) == ("table-5", False)
+        assert (last.started.target_fingerprint, last.started.target_changed) == ("table-5-table", False)
 
 
 async def test_a_turn_that_met_another_model_before_its_first_token_begins_there_and_says_so() -> None:
@@ -211,4 +211,4 @@ async def test_a_turn_that_met_another_model_before_its_first_token_begins_there
         for asked in (turn, request(None, session_id="s", resume_from=0)):
             output = await coordinator.generate(asked)
             assert output.token_ids == greedy_of(5, [*PROMPT, *first.token_ids, 9], 24)
-            assert (output.started.target_fingerprint, output.started.target_changed) == ("table-5", True)
+            assert (output.started.target_fingerprint, output.started.target_changed) == ("table-5-table", True)

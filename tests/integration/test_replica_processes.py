@@ -25,6 +25,7 @@ from specdec.rpc.server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry
 from specdec.types import DrawRule, LawParams, ProposeRequest, Round, VerifyRequest
 from tests.redis_fixture import redis_server, redis_url
+from tests.tiny_architectures import build_tiny_architecture
 from tests.tiny_models import build_tiny_model
 
 __all__ = ["redis_server", "redis_url"]
@@ -162,6 +163,19 @@ async def test_an_unknown_compile_backend_is_one_line_that_names_those_there_are
     assert err.decode().startswith("error: INVALID_ARGUMENT INVALID_REQUEST: compile_backend 'tensorflow' is not")
     assert ", inductor" in err.decode()
     assert err.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("service", ["draft_service", "target_service"])
+async def test_a_model_that_is_computed_wrongly_is_one_line_and_never_serves(service: str, tmp_path: Path) -> None:
+    build_tiny_architecture("roberta", tmp_path)  # its positions begin behind the padding token's
+    flags = ("--model", str(tmp_path), "--redis-url", "memory://", "--listen", "127.0.0.1:0")
+    process = await start(service, *flags)
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert err.decode().startswith("error: UNIMPLEMENTED UNSUPPORTED: a model of type roberta is computed differently")
+    assert err.count(b"\n") == 1
+    async with running(service, *flags, "--self-check", "off") as (process, _):
+        assert process.returncode is None
 
 
 async def test_a_taken_port_is_one_line_and_exit_code_1() -> None:

@@ -107,6 +107,13 @@ def _require_range(values: Sequence[int], size: int, what: str, of_what: str) ->
         raise IndexError(f"a {what} is outside the {size} {of_what}")
 
 
+def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[outputs, inputs] -> integers in float32 [outputs, inputs], scales [outputs]."""
+    # An output whose weights are all 0 keeps them: any scale will do.
+    scale = (weight.abs().amax(dim=1) / _LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
+    return torch.round(weight / scale[:, None]), scale
+
+
 class NativeRunner:
     """Implements `engine.base.Worker`. Not thread-safe: one step at a time."""
 
@@ -147,6 +154,12 @@ class NativeRunner:
         fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
         widest = max(attention.q_proj.in_features, attention.q_proj.out_features, model.config.intermediate_size)
         return bool(fits) and widest <= _MOST_INT8_INPUTS and model.config.hidden_act in ("silu", "swish")
+
+    @staticmethod
+    def round_weight(weight: torch.Tensor) -> torch.Tensor:
+        """What a weight [out, in] is multiplied as, where weights are int8."""
+        integers, scale = _quantise(weight)
+        return integers.mul_(scale[:, None])
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
@@ -292,9 +305,8 @@ class NativeRunner:
         if linears[0].bias is not None:
             bias = self._keep(self._pad(torch.cat([linear.bias.detach() for linear in linears])))
         if is_int8:
-            # An output whose weights are all 0 keeps them: any scale will do.
-            scale = (weight.abs().amax(dim=1) / _LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
-            rounded = self._pad(nn.functional.pad(torch.round(weight / scale[:, None]), (0, -inputs % self._group)))
+            integers, scale = _quantise(weight)
+            rounded = self._pad(nn.functional.pad(integers, (0, -inputs % self._group)))
             scales = self._keep(self._pad(scale))
             offsets = self._keep((rounded.sum(dim=1, dtype=torch.float64) * _ZERO_BYTE).to(torch.int32))
             groups = rounded.to(torch.int8).view(-1, self._panel, rounded.shape[1] // self._group, self._group)

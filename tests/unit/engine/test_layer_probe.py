@@ -1,0 +1,49 @@
+"""What the probe reads off the masks that a model asks transformers for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import chunked_causal_mask_function
+
+from specdec.engine import layer_probe
+from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
+from specdec.errors import Unsupported
+from tests.tiny_models import build_tiny_model
+
+
+def probed_model(directory: Path, architecture: str, **overrides: object) -> PreTrainedModel:
+    build_tiny_model(architecture, directory, num_layers=2, context=4096, config_overrides=overrides)
+    register_probe()
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation=PROBE_NAME, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [1, 24, 2047, 4095])
+def test_a_window_is_read_exactly_also_in_bfloat16(window: int, tmp_path: Path) -> None:
+    model = probed_model(tmp_path, "mistral", sliding_window=window)
+    assert [layer.kind.window for layer in probe_layers(model)] == [window, window]
+
+
+def test_layers_of_two_kinds_keep_theirs(tmp_path: Path) -> None:
+    model = probed_model(tmp_path, "gemma3", sliding_window=40)
+    assert [layer.kind.window for layer in probe_layers(model)] == [40, None]
+
+
+def test_a_window_that_only_an_argument_names_is_not_the_models(tmp_path: Path) -> None:
+    """Its own attention looks at the mask alone."""
+    model = probed_model(tmp_path, "qwen2")
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 24
+    assert [layer.kind.window for layer in probe_layers(model)] == [None, None]
+
+
+def test_a_mask_that_is_no_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = probed_model(tmp_path, "mistral")
+    describe = layer_probe._window_of
+    chunks = chunked_causal_mask_function(40, torch.zeros(1, dtype=torch.int64))
+    monkeypatch.setattr(layer_probe, "_window_of", lambda _, tokens, device: describe(chunks, tokens, device))
+    with pytest.raises(Unsupported, match="type mistral masks what its layers see in a way"):
+        probe_layers(model)
