@@ -63,7 +63,10 @@ def make_folder(directory: Path) -> None:
     """
     for folder in (*reversed(directory.parents), directory):
         if not folder.is_dir():
-            folder.mkdir(mode=0o700, exist_ok=True)
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            except FileExistsError as error:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
     if not _is_guarded(directory):
         raise PermissionError(errno.EPERM, "others could put their files in the place of ours", str(directory))
 

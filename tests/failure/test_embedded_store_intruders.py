@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -208,10 +209,17 @@ def test_the_end_of_the_store_ends_its_connections(store: EmbeddedRedis) -> None
         assert connection.recv(100) == b""
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves a socket's path room."""
+    with tempfile.TemporaryDirectory(prefix="sd-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_a_folder_left_by_a_killed_store_goes_with_the_next_and_a_live_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short_folder))
     monkeypatch.setattr("tempfile.tempdir", None)
     program = (
         "import os, signal, specdec.state.embedded as e\n"
@@ -219,7 +227,7 @@ def test_a_folder_left_by_a_killed_store_goes_with_the_next_and_a_live_one_stays
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program], check=False)
-    (left,) = tmp_path.iterdir()
+    (left,) = short_folder.iterdir()
     with EmbeddedRedis():
         assert left.exists()  # it might be about to listen
     os.utime(left, (0, 0))
@@ -228,7 +236,7 @@ def test_a_folder_left_by_a_killed_store_goes_with_the_next_and_a_live_one_stays
         os.utime(Path(urlsplit(first.url).path).parent, (0, 0))
         with EmbeddedRedis():
             assert ask(first, pack("PING")) == [b"+PONG\r\n"]
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_folder.iterdir()) == []
 
 
 def test_nothing_but_a_dead_store_of_ours_is_cleaned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
