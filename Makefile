@@ -50,7 +50,7 @@ test-full: setup redis  ## the long products as well
 	$(PYTEST) -m "not gpu" --timeout 3600
 
 model-list: setup  ## write docs/models.md: what becomes of each architecture of transformers (minutes)
-	$(BIN)/python -m tests.model_list
+	$(BIN)/python -m tests.support.model_list
 
 test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/gpu -s

@@ -97,7 +97,7 @@ class _BareModel:
     """One worker and a session of zeros."""
 
     def __init__(self, model_dir: str, num_threads: int) -> None:
-        from specdec.engine.hf_adapter import load_worker
+        from specdec.engine.loader import load_worker
 
         self._worker = load_worker(model_dir, device="cpu", dtype="float32", num_kv_blocks=64, num_threads=num_threads)
 
@@ -115,7 +115,7 @@ class _BareModel:
         import torch
 
         from specdec.engine.base import SequenceSlice, StepPlan
-        from specdec.engine.block_manager import blocks_for
+        from specdec.engine.sessions.block_manager import blocks_for
 
         blocks = tuple(range(blocks_for(start + num_tokens)))
         plan = StepPlan((SequenceSlice((5,) * num_tokens, start, blocks, num_tokens),))

@@ -30,7 +30,7 @@ from bench.simulated_system import (
     write_tokenizer,
 )
 from bench.streams import StreamProcess, StreamRequest, StreamRun
-from specdec.engine.simulated_pair import simulated_pair
+from specdec.engine.simulated.pair import simulated_pair
 
 SUITE = "orchestration"
 PAIR = "simulated:70b-1b"

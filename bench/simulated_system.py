@@ -1,6 +1,6 @@
 """The real processes around simulated engines, and what a round of theirs takes by the dialled numbers alone.
 
-Not here: the engines (`specdec.engine.simulated`), what is measured (`orchestration`).
+Not here: the engines (`specdec.engine.simulated.engines`), what is measured (`orchestration`).
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from redis.retry import Retry
 from specdec.cli.processes import Child, free_ports
 from specdec.client import Budgets, Client
 from specdec.core.expectation import expected_tokens_per_round
-from specdec.engine.simulated_pair import SimulatedPair
-from specdec.engine.simulated_text import EOS_TOKEN_ID, simulated_vocabulary
+from specdec.engine.simulated.pair import SimulatedPair
+from specdec.engine.simulated.text import EOS_TOKEN_ID, simulated_vocabulary
 from specdec.errors import SpecdecError
 
 _START_S = 120.0

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from specdec.engine.base import ModelShape, StepPlan
-from specdec.engine.simulated_text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
+from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc.lifecycle import run_replica, run_to_exit_code
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE
+from specdec.service.lifecycle import run_replica, run_to_exit_code
 
 #: p(rank) ~ (rank + 1)^-EXPONENT: the 64 likeliest of 151,936 hold 0.85, so that every support is full.
 EXPONENT = 1.4

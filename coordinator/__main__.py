@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from coordinator.config import CoordinatorSettings
-from coordinator.generations import Generations, GenerationSettings
-from coordinator.liveness import watch_targets
-from coordinator.pool import DRAFT, TARGET, ReplicaPools
-from coordinator.servicer import CoordinatorServicer
-from coordinator.tokenizer import ServedTokenizer
+from coordinator.front.servicer import CoordinatorServicer
+from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.replicas.liveness import watch_targets
+from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.text.tokenizer import ServedTokenizer
 from specdec.config import advertised_address, parse_settings, split_address
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
-from specdec.rpc.lifecycle import require_addresses, run_to_exit_code, spare_the_collector
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.service.lifecycle import require_addresses, run_to_exit_code, spare_the_collector
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 

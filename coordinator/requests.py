@@ -129,7 +129,7 @@ class Started:
     target_changed: bool
 
 
-class Chunk(NamedTuple):
+class OutputChunk(NamedTuple):
     """The committed tokens of one round (or of a replay), as the proto's `TokenChunk`: a column each."""
 
     start: int
@@ -145,17 +145,17 @@ class Chunk(NamedTuple):
         """Index behind the last one in the output."""
         return self.start + len(self.token_ids)
 
-    def since(self, index: int) -> Chunk:
+    def since(self, index: int) -> OutputChunk:
         """What of it is at `index` of the output or behind it."""
         count = index - self.start
         if count <= 0:
             return self
         provenance = self.provenance and self.provenance.since(count)
-        return Chunk(index, self.token_ids[count:], self.texts[count:], provenance)
+        return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance)
 
 
 @dataclass(slots=True)
-class GenerationStats:
+class RequestStats:
     """Counters of one request, resumptions included; the proto's `GenerationStats`, field by field."""
 
     num_rounds: int = 0
@@ -177,7 +177,7 @@ class Finished:
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
-    stats: GenerationStats
+    stats: RequestStats
 
 
-Event = Started | Chunk | Finished
+Event = Started | OutputChunk | Finished

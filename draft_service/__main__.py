@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from draft_service.config import DraftSettings
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import cache_directory, parse_settings
-from specdec.engine.scheduler import Scheduler
-from specdec.engine.simulated import SimulatedDraft
-from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
+from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.simulated.engines import SimulatedDraft
+from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code, spare_the_collector
 from specdec.rpc.server import DRAFT_SERVICE
+from specdec.service.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code, spare_the_collector
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 
@@ -94,8 +94,8 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
     # torch takes seconds to import: not before the settings are known to be right.
     from draft_service.pace import Predraft
     from draft_service.proposer import Proposer
-    from specdec.engine.compiled import CompileOptions, row_counts
-    from specdec.engine.hf_adapter import load_worker
+    from specdec.engine.compiled.steps import CompileOptions, row_counts
+    from specdec.engine.loader import load_worker
 
     worker = load_worker(
         settings.model,

@@ -31,4 +31,4 @@ class DraftSettings(ReplicaSettings):
     on. on: whenever no call is waiting; auto: as long as that makes rounds shorter."""
 
     support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)
-    """Share of the draft's law that a support covers before it is cut."""
+    """Share of the draft's distribution that a support covers before it is cut."""

@@ -1,7 +1,7 @@
 """From a step's logit rows to draft tokens: the draft service's program.
 
-q is what was sampled: the law is filtered, cut to a support and rounded to integers first, and the token is drawn from
-those very integers. Sessions at different depths of their drafts share steps; each row is drawn from its own
+q is what was sampled: the distribution is filtered, cut to a support and rounded to integers first, and the token is
+drawn from those very integers. Sessions at different depths of their drafts share steps; each row is drawn from its own
 counter-based stream, so the company does not matter.
 
 Not here: requests and answers' way in and out (`proposer`), drafting ahead (`predraft`), whether tokens are accepted
@@ -18,11 +18,11 @@ import torch
 
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.sparse import draw_from_support
-from specdec.engine import sampling
-from specdec.engine.job import Job, RowKind, row_kind
-from specdec.engine.sampling import LawContext
-from specdec.engine.step_logits import StepLogits
-from specdec.engine.transfer import to_host
+from specdec.engine.logits import rows as sampling
+from specdec.engine.logits.rows import FilterContext
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.logits.transfer import to_host
+from specdec.engine.loop.job import Job, RowKind, row_kind
 from specdec.types import Proposal, Support
 
 
@@ -49,7 +49,7 @@ class DraftProgram:
         """
         Args:
             s_max: most entries of a support.
-            coverage: share of the law a support covers.
+            coverage: share of the distribution a support covers.
             num_likeliest: how many of the likeliest tokens a draft notes at each position.
             max_noted: jobs of one step beyond which none of them does: the step is in a hurry.
         """
@@ -60,9 +60,13 @@ class DraftProgram:
         self._draw = {
             RowKind.GREEDY: self._draw_greedy,
             RowKind.COUPLED: self._draw_coupled,
-            RowKind.LAW: self._draw_law,
+            RowKind.DISTRIBUTION: self._draw_sampled,
         }
-        self._guess = {RowKind.GREEDY: _greedy_scores, RowKind.COUPLED: _coupled_scores, RowKind.LAW: _bonus_scores}
+        self._guess = {
+            RowKind.GREEDY: _greedy_scores,
+            RowKind.COUPLED: _coupled_scores,
+            RowKind.DISTRIBUTION: _bonus_scores,
+        }
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Draws one token a job from its row of `logits`, and ends the job or goes on."""
@@ -106,11 +110,11 @@ class DraftProgram:
             token_ids, _ = sampling.coupled_choices(*_coupled_rows(jobs, logits.values))
         return token_ids
 
-    def _draw_law(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
-        laws = sampling.filtered_laws(logits.values, [_context(job) for job in jobs])
+    def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
+        distributions = sampling.filtered_distributions(logits.values, [_context(job) for job in jobs])
         token_ids = []
         for job, (support, lost_mass) in zip(
-            jobs, sampling.cut_supports(laws, self._s_max, self._coverage), strict=True
+            jobs, sampling.cut_supports(distributions, self._s_max, self._coverage), strict=True
         ):
             token_ids.append(draw_from_support(support, _draw_key(job), len(job.progress.token_ids)))
             job.progress.supports.append(support)
@@ -124,7 +128,7 @@ class DraftProgram:
 def proposal_of(job: Job) -> Proposal:
     """The answer that a job's draft makes."""
     draft: Draft = job.progress
-    last_run_len = job.call.round.committed_len + len(draft.token_ids) - 1  # the last draft token is not run
+    last_run_len = job.call.position.committed_len + len(draft.token_ids) - 1  # the last draft token is not run
     return Proposal(
         draft_token_ids=np.array(draft.token_ids, dtype=np.uint32),
         supports=tuple(draft.supports),
@@ -141,7 +145,7 @@ def is_complete(job: Job) -> bool:
     Stopping after an end token is exact: it is decided by the tokens already drawn.
     """
     request, token_ids = job.call.request, job.progress.token_ids
-    return len(token_ids) >= request.gamma or token_ids[-1] in request.round.law.end_token_ids
+    return len(token_ids) >= request.gamma or token_ids[-1] in request.position.filters.end_token_ids
 
 
 def _take(job: Job, token_id: int) -> None:
@@ -157,7 +161,7 @@ def _batches(jobs: Sequence[Job], num_tokens: int) -> list[tuple[RowKind, list[J
     """Jobs whose rows are treated alike, in batches of bounded size, each with the indices of its rows."""
     rows_of: dict[RowKind, list[int]] = {}
     for row, job in enumerate(jobs):
-        rows_of.setdefault(row_kind(job.call.round), []).append(row)
+        rows_of.setdefault(row_kind(job.call.position), []).append(row)
     return [
         (kind, [jobs[row] for row in rows], rows)
         for kind, rows_of_kind in rows_of.items()
@@ -177,20 +181,22 @@ def _coupled_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
 def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
     """Laws, seeds, turns and positions: what a coupled token is drawn from."""
     return (
-        sampling.filtered_laws(logits, [_context(job) for job in jobs]),
-        [job.call.round.seed for job in jobs],
-        [job.call.round.turn for job in jobs],
+        sampling.filtered_distributions(logits, [_context(job) for job in jobs]),
+        [job.call.position.seed for job in jobs],
+        [job.call.position.turn for job in jobs],
         [len(job.token_ids) for job in jobs],
     )
 
 
 def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
     """q at the bonus position, and above all the token that q gives where the target draws its bonus token from p."""
-    laws = sampling.filtered_laws(logits, [_context(job) for job in jobs])
-    uniforms = [_draw_key(job).uniform(len(job.token_ids) - job.call.round.committed_len, Stream.BONUS) for job in jobs]
-    for law, uniform in zip(laws, uniforms, strict=True):
-        law[index_at_uniform(law.cpu().numpy(), uniform)] = 1.0
-    return laws.log_()
+    distributions = sampling.filtered_distributions(logits, [_context(job) for job in jobs])
+    uniforms = [
+        _draw_key(job).uniform(len(job.token_ids) - job.call.position.committed_len, Stream.BONUS) for job in jobs
+    ]
+    for distribution, uniform in zip(distributions, uniforms, strict=True):
+        distribution[index_at_uniform(distribution.cpu().numpy(), uniform)] = 1.0
+    return distributions.log_()
 
 
 def _likeliest(scores: torch.Tensor, num: int) -> list[list[int]]:
@@ -210,10 +216,10 @@ def _note(jobs: Sequence[Job], likeliest: list[list[int]]) -> None:
         job.progress.likeliest.append(token_ids)
 
 
-def _context(job: Job) -> LawContext:
-    return LawContext(job.call.round.law, job.token_ids, job.call.round.output_start)
+def _context(job: Job) -> FilterContext:
+    return FilterContext(job.call.position.filters, job.token_ids, job.call.position.output_start)
 
 
 def _draw_key(job: Job) -> DrawKey:
-    asked = job.call.round
+    asked = job.call.position
     return DrawKey(asked.seed, asked.turn, asked.committed_len)

@@ -17,8 +17,8 @@ belong to, so hit and miss give the same tokens. Nothing about a branch's draft 
 
 The model and the cut of supports are this process's own and never change, so no key needs to name them.
 
-Not here: laws and draws (`drafting`), how wide to branch (`pace`), steps and blocks (`specdec.engine`). Called by the
-engine loop on the device thread.
+Not here: distributions and draws (`drafting`), how wide to branch (`pace`), steps and blocks (`specdec.engine`). Called
+by the engine loop on the device thread.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ import torch
 
 from draft_service.drafting import Draft, DraftProgram, is_complete, proposal_of
 from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
-from specdec.engine.ahead import Ahead, Branch
-from specdec.engine.job import Call, Job, split_lawless
-from specdec.engine.sequence import Sequence
-from specdec.engine.sessions import SessionTable
-from specdec.types import BLOCK_TOKENS, ProposeRequest, Round
+from specdec.engine.loop.ahead import Ahead, Branch
+from specdec.engine.loop.job import Call, Job, split_non_finite
+from specdec.engine.sessions.sequence import Sequence
+from specdec.engine.sessions.table import SessionTable
+from specdec.types import BLOCK_TOKENS, ProposeRequest, SessionPosition
 
 #: What a draft must note at each position: the guesses, and the drawn token, which may be one of the likeliest.
 NUM_LIKELIEST = MAX_FAN_OUT + 1
@@ -110,16 +110,16 @@ class Tree:
         if self.trunk is not None and self.trunk.job in jobs:
             self.trunk = None
 
-    def assumed(self, asked: Round) -> Branch | None:
+    def assumed(self, asked: SessionPosition) -> Branch | None:
         """The branch that assumed what `asked` says, if it has drafted something."""
         for branch in self.branches:
             job = branch.job
             if (
                 branch.is_alive
                 and _num_drafted(branch)
-                and job.call.round.committed_len == asked.committed_len
+                and job.call.position.committed_len == asked.committed_len
                 and np.array_equal(job.token_ids[asked.start : asked.committed_len], asked.token_ids)
-                and _parameters(job.call.round) == _parameters(asked)
+                and _parameters(job.call.position) == _parameters(asked)
             ):
                 return branch
         return None
@@ -155,7 +155,7 @@ class Predrafter(Ahead):
         now_s = self._clock()
         before = self._trees.pop(job.sequence.session_id, None)
         if before is not None:
-            self._note_round(before, job.call.round, now_s)
+            self._note_round(before, job.call.position, now_s)
         draft: Draft = job.progress
         if len(draft.likeliest) != len(draft.token_ids):
             return  # drafted in a crowd
@@ -171,9 +171,9 @@ class Predrafter(Ahead):
         tree = self._trees.get(sequence.session_id)
         if tree is None or tree.root is not sequence or tree.is_over:
             return None
-        if _is_next(tree, call.round):
+        if _is_next(tree, call.position):
             self._pace.observe_wait(self._clock() - tree.answered_s)
-        branch = tree.assumed(call.round)
+        branch = tree.assumed(call.position)
         outcome = "miss" if branch is None else "hit" if _suffices(branch, call.request) else "extended"
         self._end(tree, branch, outcome)
         return branch
@@ -203,10 +203,10 @@ class Predrafter(Ahead):
 
     def advance(self, branches: Many[Branch], logits: torch.Tensor, sessions: SessionTable) -> None:
         """Draws a token for every branch, and branches from the trunks that have run."""
-        jobs, lawless, read = split_lawless([branch.job for branch in branches], logits)
+        jobs, non_finite, read = split_non_finite([branch.job for branch in branches], logits)
         trees = [tree for tree in self._trees.values() if tree.has_work or tree.trunk is not None]
-        for tree in trees if lawless else ():
-            tree.remove(lawless)
+        for tree in trees if non_finite else ():
+            tree.remove(non_finite)
         tree_of_trunk = {tree.trunk.job: tree for tree in trees if tree.trunk is not None}
         trunk_rows = [row for row, job in enumerate(jobs) if job in tree_of_trunk]
         branch_rows = [row for row, job in enumerate(jobs) if job not in tree_of_trunk]
@@ -225,9 +225,9 @@ class Predrafter(Ahead):
         """Makes the branches of partial acceptance, and the trunk."""
         tree.is_planted = True
         request, draft = tree.request, tree.draft
-        if tree.root.kv_len < request.round.committed_len + tree.num_draft_tokens - 1:
+        if tree.root.kv_len < request.position.committed_len + tree.num_draft_tokens - 1:
             return  # the session was released or evicted since
-        if draft.token_ids[-1] not in request.round.law.end_token_ids:
+        if draft.token_ids[-1] not in request.position.filters.end_token_ids:
             tree.trunk = self._trunk(tree, sessions)
         by_length = []
         for num_accepted, rejected in enumerate(draft.token_ids):
@@ -237,7 +237,7 @@ class Predrafter(Ahead):
         tree.branches = [branch for rank in zip_longest(*by_length) for branch in rank if branch is not None]
 
     def _trunk(self, tree: Tree, sessions: SessionTable) -> Branch | None:
-        committed_len = tree.request.round.committed_len
+        committed_len = tree.request.position.committed_len
         num_run = committed_len + tree.num_draft_tokens - 1
         return self._fork(tree.root, num_run, tree.draft.token_ids[-1], tree.request, num_run + 1, sessions)
 
@@ -245,13 +245,13 @@ class Predrafter(Ahead):
         self, tree: Tree, source: Sequence, num_accepted: int, guesses: list[int], sessions: SessionTable
     ) -> list[Branch]:
         """One branch a guess, `fan_out` at most; `source` holds the accepted tokens with KV."""
-        asked = tree.request.round
+        asked = tree.request.position
         accepted_len = asked.committed_len + num_accepted
         gamma = min(tree.request.gamma, self._max_context_tokens - accepted_len - 1)
         if gamma < 1:
             return []
         branches = []
-        for token_id in [guess for guess in guesses if guess not in asked.law.end_token_ids][: tree.fan_out]:
+        for token_id in [guess for guess in guesses if guess not in asked.filters.end_token_ids][: tree.fan_out]:
             assumed = replace(
                 asked, start=accepted_len, prefix_hash=b"", token_ids=np.array([token_id], dtype=np.uint32)
             )
@@ -294,27 +294,30 @@ class Predrafter(Ahead):
         tree.trunk = None
         tree.branches = []
 
-    def _note_round(self, tree: Tree, answered: Round, now_s: float) -> None:
+    def _note_round(self, tree: Tree, answered: SessionPosition, now_s: float) -> None:
         """A session that has a tree was answered again."""
         if tree.is_over and _is_next(tree, answered):
             self._pace.observe_round(tree.fan_out, now_s - tree.answered_s)
 
 
-def _is_next(tree: Tree, asked: Round) -> bool:
+def _is_next(tree: Tree, asked: SessionPosition) -> bool:
     """Whether a round follows directly: anything else says nothing about the pace of rounds."""
-    before = tree.request.round
+    before = tree.request.position
     return asked.turn == before.turn and 0 < asked.committed_len - before.committed_len <= tree.num_draft_tokens + 1
 
 
 def _suffices(branch: Branch, request: ProposeRequest) -> bool:
     """Whether a branch has as many tokens as are asked for, or ends earlier by itself."""
-    return _num_drafted(branch) >= request.gamma or branch.job.progress.token_ids[-1] in request.round.law.end_token_ids
+    return (
+        _num_drafted(branch) >= request.gamma
+        or branch.job.progress.token_ids[-1] in request.position.filters.end_token_ids
+    )
 
 
 def _num_drafted(branch: Branch) -> int:
     return len(branch.job.progress.token_ids) if branch.job.progress is not None else 0
 
 
-def _parameters(asked: Round) -> tuple[object, ...]:
+def _parameters(asked: SessionPosition) -> tuple[object, ...]:
     """What a draft depends on besides the committed tokens and gamma."""
-    return asked.law, asked.seed, asked.turn, asked.output_start, asked.draw_rule
+    return asked.filters, asked.seed, asked.turn, asked.output_start, asked.draw_rule

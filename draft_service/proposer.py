@@ -1,8 +1,8 @@
 """Drafts candidate tokens: one logit row, one token, one more step, up to gamma of them.
 
 Not here: how a token is drawn (`drafting`), rounds nobody has asked for yet (`predraft`), threads and steps
-(`specdec.engine.loop`), whether tokens are accepted (the coordinator), protobuf (the servicer). Called by the draft
-service's servicer and by tests.
+(`specdec.engine.loop.device_loop`), whether tokens are accepted (the coordinator), protobuf (the servicer). Called by
+the draft service's servicer and by tests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from draft_service.drafting import DraftProgram
 from draft_service.pace import Predraft
 from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
-from specdec.engine.admission import check_round, digest_of
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.job import Call
-from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
-from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine.loop.job import Call
+from specdec.engine.loop.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
+from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
-from specdec.types import LawParams, Proposal, ProposeRequest
+from specdec.types import Proposal, ProposeRequest, SamplingFilters
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -65,7 +65,7 @@ class Proposer(ReplicaEngine):
             max_step_tokens: token budget of one step.
             prefill_budget_s: by how much prefill may lengthen a step.
             max_support: most entries of a support, 1..MAX_SUPPORT; None for `default_s_max` of the vocabulary.
-            support_coverage: share of the law a support covers unless `max_support` stops it, (0, 1].
+            support_coverage: share of the distribution a support covers unless `max_support` stops it, (0, 1].
             predraft: when the next round is drafted before it is asked for.
             observer: told how that fares, and of every step.
             clock: what steps and rounds are timed by, in seconds.
@@ -96,7 +96,7 @@ class Proposer(ReplicaEngine):
         Raises:
             InvalidRequest: the request can never run; nothing of it is kept.
         """
-        asked = request.round
+        asked = request.position
         check_round(asked, self._shape.vocabulary_size)
         if not 1 <= request.gamma <= self._options.max_gamma:
             raise InvalidRequest(f"gamma is {request.gamma}, it must be in 1..{self._options.max_gamma}", field="gamma")
@@ -116,7 +116,7 @@ class Proposer(ReplicaEngine):
     async def warm_up(self) -> None:
         """Drafts in a session that is then forgotten, so that the first real call meets warm code."""
         for round_id, temperature in enumerate((0.0, 1.0)):
-            warm_up_round = self._warm_up_round(round_id, LawParams(temperature=temperature))
+            warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
             await self.propose(ProposeRequest(warm_up_round, gamma=min(2, self._options.max_gamma)))
         await self._release_warm_up()
 

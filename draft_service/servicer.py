@@ -42,7 +42,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
         proposal = await self._engine.propose(request)
         return Answered(
             replies.encode_proposal(proposal, item.call_id),
-            num_committed_tokens=request.round.committed_len,
+            num_committed_tokens=request.position.committed_len,
             num_cached_tokens=proposal.num_cached_tokens,
             num_draft_tokens=len(proposal.draft_token_ids),
         )

@@ -1,7 +1,7 @@
 """Where a checkpoint lies: a local directory, or a Hugging Face hub id brought here.
 
 Not a loader: it reads no weights and imports neither torch nor transformers. Called by `specdec.vocabulary` (tokenizer
-files alone) and `specdec.engine.hf_adapter` (everything).
+files alone) and `specdec.engine.loader` (everything).
 """
 
 from __future__ import annotations

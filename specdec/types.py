@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 TokenIds = NDArray[np.uint32]
 
-#: Target laws travel as uint32 weights that sum to exactly this (docs/protocol.md section 3).
-LAW_TOTAL = 1 << 31
+#: Target distributions travel as uint32 weights that sum to exactly this (docs/protocol.md section 3).
+WEIGHT_TOTAL = 1 << 31
 
 #: Tokens per KV block and per link of the chain hash. One constant: both sides of every link must agree on it.
 BLOCK_TOKENS = 16
@@ -35,7 +35,7 @@ class Mode(IntEnum):
 class DrawRule(IntEnum):
     """What replicas need to know of the mode; values equal the proto's `DrawRule`."""
 
-    LAW = 1
+    DISTRIBUTION = 1
     COUPLED = 2
 
 
@@ -57,7 +57,7 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LawParams:
+class SamplingFilters:
     """The filters that turn logits into p (or q), in the order of docs/protocol.md section 2."""
 
     temperature: float = 1.0
@@ -87,7 +87,8 @@ class LawParams:
 
     @property
     def uses_history(self) -> bool:
-        """Whether the law at a position depends on which tokens came before it, other than through the model."""
+        """Whether the distribution at a position depends on which tokens came before it, other than through the
+        model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -96,7 +97,7 @@ class SamplingParams:
     """What a client asked of one request, validated."""
 
     max_new_tokens: int = 256
-    law: LawParams = field(default_factory=LawParams)
+    filters: SamplingFilters = field(default_factory=SamplingFilters)
     seed: int = 0
     """[0, 2^64)."""
     stop: tuple[str, ...] = ()
@@ -107,7 +108,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class SessionPosition:
     """Where a session stands and what the round may assume (docs/protocol.md section 5)."""
 
     session_id: str
@@ -119,7 +120,7 @@ class Round:
     """`specdec.core.chain.chain_hash(tokens[0:start])`, 16 bytes."""
     token_ids: TokenIds
     """uint32 [n]: committed tokens from `start` on; n >= 1."""
-    law: LawParams
+    filters: SamplingFilters
     seed: int
     turn: int
     output_start: int
@@ -133,13 +134,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class ProposeRequest:
-    round: Round
+    position: SessionPosition
     gamma: int
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """A draft position's law as integers: q(id) = weight / sum(weights). Point mass: one id, any weight."""
+    """A draft position's distribution as integers: q(id) = weight / sum(weights). Point mass: one id, any weight."""
 
     token_ids: TokenIds
     """uint32 [S], ascending."""
@@ -163,7 +164,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    round: Round
+    position: SessionPosition
     draft_token_ids: TokenIds
     support_ids: Sequence[TokenIds]
     """Ids of S_i per draft token, ascending; empty for greedy and coupled rounds."""
@@ -171,11 +172,11 @@ class VerifyRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LawRow:
+class DistributionRow:
     """p at one position, seen through a support, in integers."""
 
     weights: NDArray[np.uint32]
-    """uint32 [S + 1]: p on S_i in the support's order, then the rest; they sum to `LAW_TOTAL`."""
+    """uint32 [S + 1]: p on S_i in the support's order, then the rest; they sum to `WEIGHT_TOTAL`."""
     tail_token_id: int
     """z: drawn from p outside S_i; -1 where the rest is 0."""
     tail_probability: float
@@ -197,13 +198,13 @@ class LogitRow:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The target's answer for L + 1 positions: `choice_token_ids` (greedy, coupled) or `rows` (law rounds)."""
+    """The target's answer for L + 1 positions: `choice_token_ids` (greedy, coupled) or `rows` (distribution rounds)."""
 
     choice_token_ids: TokenIds
-    """uint32 [L + 1], or [0] in law rounds."""
+    """uint32 [L + 1], or [0] in distribution rounds."""
     choice_probabilities: NDArray[np.float64]
-    """float64 [L + 1]: p of each choice after filters (1 when greedy), or [0] in law rounds."""
-    rows: Sequence[LawRow]
+    """float64 [L + 1]: p of each choice after filters (1 when greedy), or [0] in distribution rounds."""
+    rows: Sequence[DistributionRow]
     """L + 1 rows, the last with an empty support; empty in greedy and coupled rounds."""
     logit_rows: tuple[LogitRow, ...]
     """L + 1 rows when logprobs were asked for, else empty."""

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import cache_directory, parse_settings
-from specdec.engine.scheduler import Scheduler
-from specdec.engine.simulated import SimulatedTarget
-from specdec.engine.simulated_pair import MODEL_PREFIX, simulated_pair
+from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.simulated.engines import SimulatedTarget
+from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code, spare_the_collector
 from specdec.rpc.server import TARGET_SERVICE
+from specdec.service.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code, spare_the_collector
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from target_service.config import TargetSettings
@@ -92,8 +92,8 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
     _log.info("loading %s", settings.model)
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
-    from specdec.engine.compiled import CompileOptions, row_counts
-    from specdec.engine.hf_adapter import load_worker
+    from specdec.engine.compiled.steps import CompileOptions, row_counts
+    from specdec.engine.loader import load_worker
     from target_service.verifier import Verifier
 
     worker = load_worker(

@@ -42,7 +42,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
         verification = await self._engine.verify(request)
         return Answered(
             replies.encode_verification(verification, item.call_id),
-            num_committed_tokens=request.round.committed_len,
+            num_committed_tokens=request.position.committed_len,
             num_cached_tokens=verification.num_cached_tokens,
             num_draft_tokens=len(request.draft_token_ids),
         )

@@ -3,8 +3,8 @@
 The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It never depends on q: the draft's
 supports only say through which tokens p is looked at.
 
-Not here: threads and steps (`specdec.engine.loop`), the decision (the coordinator), protobuf (the servicer). Called by
-the target service's servicer and by tests.
+Not here: threads and steps (`specdec.engine.loop.device_loop`), the decision (the coordinator), protobuf (the
+servicer). Called by the target service's servicer and by tests.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from numpy.typing import NDArray
 
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
-from specdec.engine import sampling
-from specdec.engine.admission import check_round, digest_of
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.job import Call, Job, RowKind, row_kind
-from specdec.engine.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
-from specdec.engine.sampling import LawContext
-from specdec.engine.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
-from specdec.engine.step_logits import StepLogits
+from specdec.engine.logits import rows as sampling
+from specdec.engine.logits.rows import FilterContext
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.loop.job import Call, Job, RowKind, row_kind
+from specdec.engine.loop.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
+from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import (
-    LawParams,
-    LawRow,
+    DistributionRow,
     LogitRow,
+    SamplingFilters,
     TokenIds,
     Verification,
     VerifyRequest,
@@ -87,7 +87,7 @@ class Verifier(ReplicaEngine):
             digest=digest_of(request),
             draft_token_ids=request.draft_token_ids,
             num_logit_rows=num_draft_tokens + 1,
-            max_kv_len=request.round.committed_len + num_draft_tokens,
+            max_kv_len=request.position.committed_len + num_draft_tokens,
         )
         verification: Verification = await self._engine_loop.call(call)
         return verification
@@ -99,13 +99,13 @@ class Verifier(ReplicaEngine):
         """
         draft = np.zeros(1, dtype=np.uint32)
         for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
-            warm_up_round = self._warm_up_round(round_id, LawParams(temperature=temperature))
+            warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
             await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
         await self._release_warm_up()
 
     def _check(self, request: VerifyRequest) -> None:
         vocabulary_size = self._shape.vocabulary_size
-        check_round(request.round, vocabulary_size)
+        check_round(request.position, vocabulary_size)
         check_token_ids(request.draft_token_ids, vocabulary_size, "draft_token_ids")
         num_draft_tokens = len(request.draft_token_ids)
         if num_draft_tokens > self._options.max_gamma:
@@ -113,14 +113,14 @@ class Verifier(ReplicaEngine):
                 f"{num_draft_tokens} draft tokens, at most {self._options.max_gamma} are verified",
                 field="draft_token_ids",
             )
-        num_tokens = request.round.committed_len + num_draft_tokens
+        num_tokens = request.position.committed_len + num_draft_tokens
         if num_tokens > self._shape.max_context_tokens:
             raise InvalidRequest(
                 f"{num_tokens} tokens with the draft ones, the context is {self._shape.max_context_tokens}",
                 reason="CONTEXT_TOO_LONG",
                 field="round.token_ids",
             )
-        num_supports = num_draft_tokens if row_kind(request.round) is RowKind.LAW else 0
+        num_supports = num_draft_tokens if row_kind(request.position) is RowKind.DISTRIBUTION else 0
         if len(request.support_ids) != num_supports:
             raise InvalidRequest(
                 f"{len(request.support_ids)} supports for {num_draft_tokens} draft tokens, this round needs "
@@ -144,7 +144,7 @@ class _Rows:
     """Index of the job's first row in the step."""
     choice_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
     choice_probabilities: NDArray[np.float64] = field(default_factory=lambda: _NO_PROBABILITIES)
-    law_rows: tuple[LawRow, ...] = ()
+    distribution_rows: tuple[DistributionRow, ...] = ()
     logit_rows: tuple[LogitRow, ...] = ()
 
     @property
@@ -156,12 +156,12 @@ class _Rows:
         return range(self.first, self.first + self.job.num_logit_rows)
 
     @property
-    def contexts(self) -> list[LawContext]:
+    def contexts(self) -> list[FilterContext]:
         """One a row; the history includes the draft tokens before it."""
-        asked = self.request.round
+        asked = self.request.position
         token_ids = self.job.token_ids
         return [
-            LawContext(asked.law, token_ids[: asked.committed_len + index], asked.output_start)
+            FilterContext(asked.filters, token_ids[: asked.committed_len + index], asked.output_start)
             for index in range(self.job.num_logit_rows)
         ]
 
@@ -174,14 +174,14 @@ class _Rows:
     @property
     def tail_ids(self) -> list[int]:
         """One a row: z or the choice; -1 where absent."""
-        return [row.tail_token_id for row in self.law_rows] or self.choice_token_ids.tolist()
+        return [row.tail_token_id for row in self.distribution_rows] or self.choice_token_ids.tolist()
 
 
 class _TargetProgram:
     """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
 
     def __init__(self) -> None:
-        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.LAW: _look_law}
+        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_law}
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Finishes every job from its `num_logit_rows` rows of `logits`."""
@@ -193,7 +193,7 @@ class _TargetProgram:
             rows = _Rows(job, first)
             first += job.num_logit_rows
             all_rows.append(rows)
-            by_kind.setdefault(row_kind(rows.request.round), []).append(rows)
+            by_kind.setdefault(row_kind(rows.request.position), []).append(rows)
             if rows.request.num_logprobs is not None:
                 with_logprobs.setdefault(rows.request.num_logprobs, []).append(rows)
         for kind, group in by_kind.items():
@@ -214,7 +214,7 @@ def _logits_of(group: Sequence[_Rows], logits: StepLogits) -> StepLogits:
     return logits.select([index for rows in group for index in rows.indices])
 
 
-def _contexts_of(group: Sequence[_Rows]) -> list[LawContext]:
+def _contexts_of(group: Sequence[_Rows]) -> list[FilterContext]:
     return [context for rows in group for context in rows.contexts]
 
 
@@ -227,9 +227,9 @@ def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
 
 def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
     contexts = _contexts_of(group)
-    drawn_with = [rows.request.round for rows in group for _ in rows.indices]
+    drawn_with = [rows.request.position for rows in group for _ in rows.indices]
     choices, probabilities = sampling.coupled_choices(
-        sampling.filtered_laws(logits.values, contexts),
+        sampling.filtered_distributions(logits.values, contexts),
         [asked.seed for asked in drawn_with],
         [asked.turn for asked in drawn_with],
         [len(context.history) for context in contexts],
@@ -245,18 +245,18 @@ def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
 def _look_law(group: Sequence[_Rows], logits: StepLogits) -> None:
     uniforms: list[float] = []
     for rows in group:
-        asked = rows.request.round
+        asked = rows.request.position
         key = DrawKey(asked.seed, asked.turn, asked.committed_len)
         uniforms += key.tail_uniforms(len(rows.request.draft_token_ids))
-    law_rows = iter(
-        sampling.law_rows(
-            sampling.filtered_laws(logits.values, _contexts_of(group)),
+    distribution_rows = iter(
+        sampling.distribution_rows(
+            sampling.filtered_distributions(logits.values, _contexts_of(group)),
             [support_ids for rows in group for support_ids in rows.support_ids],
             uniforms,
         )
     )
     for rows in group:
-        rows.law_rows = tuple(next(law_rows) for _ in rows.indices)
+        rows.distribution_rows = tuple(next(distribution_rows) for _ in rows.indices)
 
 
 def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: int) -> None:
@@ -276,7 +276,7 @@ def _verification(rows: _Rows) -> Verification:
     return Verification(
         choice_token_ids=rows.choice_token_ids,
         choice_probabilities=rows.choice_probabilities,
-        rows=rows.law_rows,
+        rows=rows.distribution_rows,
         logit_rows=rows.logit_rows,
         kv_len=rows.job.kv_len,
         num_cached_tokens=rows.job.num_cached_tokens,

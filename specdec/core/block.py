@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.rejection import Decision, decision_of, entry_of
-from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds
+from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 
 
 def acceptance_levels(
-    draft_token_ids: TokenIds | Sequence[int], supports: Sequence[Support], rows: Sequence[LawRow]
+    draft_token_ids: TokenIds | Sequence[int], supports: Sequence[Support], rows: Sequence[DistributionRow]
 ) -> tuple[list[float], list[float]]:
     """c_0..c_L and h_1..h_L along the drafted path.
 
@@ -32,26 +32,29 @@ def acceptance_levels(
     for token_id, support, row in zip(draft_token_ids, supports, rows, strict=False):
         entry = entry_of(int(token_id), support)
         target = int(row.weights[entry]) * int(support.weights.sum(dtype=np.int64))
-        shares.append(min(1.0, shares[-1] * (target / (int(support.weights[entry]) * LAW_TOTAL))))
+        shares.append(min(1.0, shares[-1] * (target / (int(support.weights[entry]) * WEIGHT_TOTAL))))
     levels = []
     for index in range(1, len(draft_token_ids)):
         share = shares[index]
-        excess = float(residual_weights(share, supports[index], rows[index]).sum())
+        excess = float(block_residual_weights(share, supports[index], rows[index]).sum())
         # With c = 1 the formula is D / D, or its limit where D = 0: the prefix is accepted either way.
         levels.append(1.0 if share == 1.0 else excess / (excess + 1.0 - share))
     return shares, levels + shares[-1:] if len(draft_token_ids) else levels
 
 
-def residual_weights(share: float, support: Support, row: LawRow) -> NDArray[np.float64]:
+def block_residual_weights(share: float, support: Support, row: DistributionRow) -> NDArray[np.float64]:
     """max(0, c P - Q) over the support, then c times the rest: float64 [S + 1], unnormalised."""
-    weights = row.weights * (share / LAW_TOTAL)
+    weights = row.weights * (share / WEIGHT_TOTAL)
     weights[:-1] -= support.weights / int(support.weights.sum(dtype=np.int64))
     positive: NDArray[np.float64] = np.maximum(weights, 0.0)
     return positive
 
 
 def verify_block(
-    draft_token_ids: TokenIds | Sequence[int], supports: Sequence[Support], rows: Sequence[LawRow], key: DrawKey
+    draft_token_ids: TokenIds | Sequence[int],
+    supports: Sequence[Support],
+    rows: Sequence[DistributionRow],
+    key: DrawKey,
 ) -> Decision:
     """Accepts the longest prefix whose draw allows it, then draws the corrected or bonus token.
 
@@ -73,7 +76,7 @@ def verify_block(
             break
     if num_accepted == num_drafted:
         return decision_of(draft_token_ids, supports, rows, num_accepted, 0)
-    weights = residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
+    weights = block_residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
     if not weights.any():  # only rounding leads here: such a prefix is rejected with probability 0
         weights = rows[num_accepted].weights.astype(np.float64)
     entry = index_at_uniform(weights, key.uniform(num_accepted, Stream.RESIDUAL))

@@ -1,8 +1,8 @@
 """Forward times fitted online: seconds = fixed + per token + per context, the past fading.
 
 Arithmetic on observations alone, no clock; only means are fitted, because expected time is what a rate divides by: a
-wait that is short after a branch hit and long after a miss enters as their mean. Called by `coordinator.gamma`, per
-round, and by `specdec.engine.step_times`, per step.
+wait that is short after a branch hit and long after a miss enters as their mean. Called by `coordinator.round.gamma`,
+per round, and by `specdec.engine.schedule.step_times`, per step.
 """
 
 from __future__ import annotations

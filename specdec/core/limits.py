@@ -1,7 +1,7 @@
 """The range of every number of a law, and of token ids: what no replica of a vocabulary could run is refused by name.
 
 Not here: what a client may ask of a whole request (the coordinator), the rest of a round (`specdec.rpc.rounds`,
-`specdec.engine.admission`, which call this: a replica's wire and its engine refuse the same).
+`specdec.engine.sessions.request_checks`, which call this: a replica's wire and its engine refuse the same).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 from specdec.errors import InvalidRequest
-from specdec.types import LawParams, TokenIds
+from specdec.types import SamplingFilters, TokenIds
 
 _FEW = 32
 
 
-def check_law(law: LawParams, vocabulary_size: int) -> None:
+def check_filters(filters: SamplingFilters, vocabulary_size: int) -> None:
     """Refuses a law out of range.
 
     Raises:
@@ -22,25 +22,30 @@ def check_law(law: LawParams, vocabulary_size: int) -> None:
     """
     # Written so that NaN fails every comparison.
     limits = (
-        ("temperature", law.temperature, 0.0 <= law.temperature < math.inf, "finite and at least 0"),
-        ("top_p", law.top_p, 0.0 < law.top_p <= 1.0, "in (0, 1]"),
-        ("top_k", law.top_k, law.top_k >= 0, "at least 0"),
-        ("min_p", law.min_p, 0.0 <= law.min_p < 1.0, "in [0, 1)"),
-        ("repetition_penalty", law.repetition_penalty, 0.0 < law.repetition_penalty < math.inf, "finite and above 0"),
-        ("presence_penalty", law.presence_penalty, math.isfinite(law.presence_penalty), "finite"),
-        ("frequency_penalty", law.frequency_penalty, math.isfinite(law.frequency_penalty), "finite"),
+        ("temperature", filters.temperature, 0.0 <= filters.temperature < math.inf, "finite and at least 0"),
+        ("top_p", filters.top_p, 0.0 < filters.top_p <= 1.0, "in (0, 1]"),
+        ("top_k", filters.top_k, filters.top_k >= 0, "at least 0"),
+        ("min_p", filters.min_p, 0.0 <= filters.min_p < 1.0, "in [0, 1)"),
+        (
+            "repetition_penalty",
+            filters.repetition_penalty,
+            0.0 < filters.repetition_penalty < math.inf,
+            "finite and above 0",
+        ),
+        ("presence_penalty", filters.presence_penalty, math.isfinite(filters.presence_penalty), "finite"),
+        ("frequency_penalty", filters.frequency_penalty, math.isfinite(filters.frequency_penalty), "finite"),
     )
     for name, value, holds, limit in limits:
         if not holds:
             raise InvalidRequest(f"round.law.{name} is {value}, it must be {limit}", field=f"round.law.{name}")
-    for token_id, bias in law.logit_bias.items():
+    for token_id, bias in filters.logit_bias.items():
         if not (0 <= token_id < vocabulary_size and math.isfinite(bias)):
             raise InvalidRequest(
                 f"round.law.logit_bias maps token id {token_id} to {bias}; ids are below {vocabulary_size} and biases "
                 "finite",
                 field="round.law.logit_bias",
             )
-    if any(not 0 <= token_id < vocabulary_size for token_id in law.end_token_ids):
+    if any(not 0 <= token_id < vocabulary_size for token_id in filters.end_token_ids):
         raise InvalidRequest(
             f"round.law.end_token_ids must be below {vocabulary_size}", field="round.law.end_token_ids"
         )

@@ -1,7 +1,7 @@
 """The supports and law rows of a round, each as one array: a round is decided without an object per position.
 
-As sequences they give the `Support` and `LawRow` of each position. Not the wire (`specdec.rpc.replies` makes them of
-whole frames), not the decision (`rejection`, `block`). Called by those and by the coordinator.
+As sequences they give the `Support` and `DistributionRow` of each position. Not the wire (`specdec.rpc.replies` makes
+them of whole frames), not the decision (`rejection`, `block`). Called by those and by the coordinator.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.errors import Internal
-from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds
+from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 
 #: The bonus position's row: its support is empty, so all of it is the rest.
-_BONUS_WEIGHTS = np.array([LAW_TOTAL], dtype=np.uint32)
+_BONUS_WEIGHTS = np.array([WEIGHT_TOTAL], dtype=np.uint32)
 _BONUS_WEIGHTS.setflags(write=False)
 
 
@@ -98,7 +98,7 @@ class PackedSupports(Sequence[Support]):
         return Support(self.ids[index], self.weights[start : start + self.ids.sizes[index]])
 
 
-class PackedRows(Sequence[LawRow]):
+class PackedRows(Sequence[DistributionRow]):
     """L + 1 law rows, the bonus position's last."""
 
     __slots__ = ("sizes", "starts", "tail_probabilities", "tail_token_ids", "weights")
@@ -127,14 +127,14 @@ class PackedRows(Sequence[LawRow]):
         return len(self.tail_token_ids)
 
     @overload
-    def __getitem__(self, index: int) -> LawRow: ...
+    def __getitem__(self, index: int) -> DistributionRow: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[LawRow, ...]: ...
-    def __getitem__(self, index: int | slice) -> LawRow | tuple[LawRow, ...]:
+    def __getitem__(self, index: slice) -> tuple[DistributionRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> DistributionRow | tuple[DistributionRow, ...]:
         if isinstance(index, slice):
             return tuple(self[place] for place in range(*index.indices(len(self))))
         index = range(len(self))[index]
-        return LawRow(self.row_weights(index), self.tail_token_ids[index], self.tail_probabilities[index])
+        return DistributionRow(self.row_weights(index), self.tail_token_ids[index], self.tail_probabilities[index])
 
     def row_weights(self, index: int) -> NDArray[np.uint32]:
         """uint32 [S + 1] of one position, 0..L."""
@@ -182,7 +182,7 @@ def pack_supports(draft_token_ids: Sequence[int], supports: Sequence[Support]) -
     return PackedSupports(ids, weights, row_entries, weights[entries].tolist(), totals.tolist())
 
 
-def pack_rows(rows: Sequence[LawRow]) -> PackedRows:
+def pack_rows(rows: Sequence[DistributionRow]) -> PackedRows:
     """The same rows packed; those that are already come back as they are."""
     if isinstance(rows, PackedRows):
         return rows

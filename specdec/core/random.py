@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), key = request seed, counter = (turn,
 committed length at the round's start, index in the round, stream). Not a generator: there is no state to share, save or
-lose. Called wherever a token is drawn; `specdec.engine.sampling` runs the same rounds on int64 tensors.
+lose. Called wherever a token is drawn; `specdec.engine.logits.rows` runs the same rounds on int64 tensors.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from specdec.core.packed import PackedRows, PackedSupports, pack_rows, pack_supports
 from specdec.core.random import DrawKey, Stream
 from specdec.errors import Internal
-from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds, TokenSource
+from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds, TokenSource
 
 
 class Decision(NamedTuple):
@@ -50,7 +50,7 @@ def entry_of(token_id: int, support: Support) -> int:
     return entry
 
 
-def acceptance_bound(entry: int, support: Support, row: LawRow) -> int:
+def acceptance_bound(entry: int, support: Support, row: DistributionRow) -> int:
     """The draft token is accepted iff U, uniform below 2^31, is below this; 0..2^31.
 
     `U * w < P * W` solved for U, so the acceptance probability is min(1, p/q) to within 2^-31.
@@ -60,10 +60,10 @@ def acceptance_bound(entry: int, support: Support, row: LawRow) -> int:
 
 def _bound(target: int, total: int, weight: int) -> int:
     """From P of the draft token, W and w."""
-    return min(LAW_TOTAL, -(-target * total // weight))
+    return min(WEIGHT_TOTAL, -(-target * total // weight))
 
 
-def residual_weights(support: Support, row: LawRow) -> NDArray[np.int64]:
+def residual_weights(support: Support, row: DistributionRow) -> NDArray[np.int64]:
     """Weights of the corrected token, int64 [S + 1]: max(0, p - q) on the support, then the rest, which stands for z.
 
     Their sum is at most 2^62. Where p = q on all of it, p itself.
@@ -75,7 +75,7 @@ def _residual(drafting: NDArray[np.uint16], total: int, target: NDArray[np.uint3
     """From the support's weights, their sum W, and the row's."""
     residual = target.astype(np.int64)
     residual *= total
-    residual[:-1] -= drafting.astype(np.int64) * LAW_TOTAL
+    residual[:-1] -= drafting.astype(np.int64) * WEIGHT_TOTAL
     np.maximum(residual, 0, out=residual)
     return residual if residual.any() else target.astype(np.int64)
 
@@ -86,7 +86,10 @@ def _total(support: Support) -> int:
 
 
 def verify_rejection(
-    draft_token_ids: TokenIds | Sequence[int], supports: Sequence[Support], rows: Sequence[LawRow], key: DrawKey
+    draft_token_ids: TokenIds | Sequence[int],
+    supports: Sequence[Support],
+    rows: Sequence[DistributionRow],
+    key: DrawKey,
 ) -> Decision:
     """Accepts draft tokens one by one, then draws the corrected or bonus token.
 
@@ -118,7 +121,7 @@ def verify_rejection(
 def decision_of(
     draft_token_ids: TokenIds | Sequence[int],
     supports: Sequence[Support],
-    rows: Sequence[LawRow],
+    rows: Sequence[DistributionRow],
     num_accepted: int,
     final_entry: int,
 ) -> Decision:
@@ -151,13 +154,13 @@ def _decision(
         token_id, probability = rows.tail_token_ids[num_accepted], rows.tail_probabilities[num_accepted]
     else:
         token_id = int(supports.ids[num_accepted][final_entry])
-        probability = int(weights[final_entry]) / LAW_TOTAL
+        probability = int(weights[final_entry]) / WEIGHT_TOTAL
     q = [supports.weights_drawn[index] / supports.totals[index] for index in range(num_accepted)]
     return Decision(
         num_accepted=num_accepted,
         token_ids=(*drafted[:num_accepted], token_id),
         sources=sources_of(len(drafted), num_accepted),
-        p=(*(target / LAW_TOTAL for target in on_drafts[:num_accepted]), probability),
+        p=(*(target / WEIGHT_TOTAL for target in on_drafts[:num_accepted]), probability),
         q=(*q, 0.0),
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey, Stream, index_at, index_at_uniform
-from specdec.types import LAW_TOTAL, LawRow, Support, TokenIds
+from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 
 #: Vocabularies up to this size may send their whole law: cutting costs them acceptance, and bytes are few.
 #: It also bounds W below 2^31, so that every product of the integer rule fits 62 bits.
@@ -76,7 +76,9 @@ def draw_from_support(support: Support, key: DrawKey, index: int) -> int:
     return int(support.token_ids[index_at(support.weights, point)])
 
 
-def law_row(law: NDArray[np.float64], support_ids: TokenIds | Sequence[int], tail_uniform: float) -> LawRow:
+def distribution_row(
+    law: NDArray[np.float64], support_ids: TokenIds | Sequence[int], tail_uniform: float
+) -> DistributionRow:
     """p seen through a support: integer weights on it, the rest, and one token drawn from the rest.
 
     Args:
@@ -89,9 +91,9 @@ def law_row(law: NDArray[np.float64], support_ids: TokenIds | Sequence[int], tai
     outside[ids] = 0.0
     weights = integer_weights(law[ids], float(outside.sum()))
     if weights[-1] == 0:
-        return LawRow(weights=weights, tail_token_id=-1, tail_probability=0.0)
+        return DistributionRow(weights=weights, tail_token_id=-1, tail_probability=0.0)
     tail_token_id = index_at_uniform(outside, tail_uniform)
-    return LawRow(weights=weights, tail_token_id=tail_token_id, tail_probability=float(law[tail_token_id]))
+    return DistributionRow(weights=weights, tail_token_id=tail_token_id, tail_probability=float(law[tail_token_id]))
 
 
 def integer_weights(on_support: NDArray[np.float64], rest: float) -> NDArray[np.uint32]:
@@ -99,6 +101,6 @@ def integer_weights(on_support: NDArray[np.float64], rest: float) -> NDArray[np.
 
     Each is rounded to nearest and the remainder goes to the largest, so a rest of exactly 0 stays exactly 0.
     """
-    weights = np.rint(np.append(on_support, rest) * LAW_TOTAL).astype(np.int64)
-    weights[np.argmax(weights)] += LAW_TOTAL - weights.sum()
+    weights = np.rint(np.append(on_support, rest) * WEIGHT_TOTAL).astype(np.int64)
+    weights[np.argmax(weights)] += WEIGHT_TOTAL - weights.sum()
     return np.asarray(weights, dtype=np.uint32)

@@ -25,7 +25,7 @@ _MAX_LOGPROBS = 1024
 def encode_propose_request(request: ProposeRequest, call_id: int) -> draft_pb2.ProposeRequest:
     """One item of a ProposeFrame."""
     message = draft_pb2.ProposeRequest(call_id=call_id, gamma=request.gamma)
-    encode_round(request.round, message.round)
+    encode_round(request.position, message.round)
     return message
 
 
@@ -37,7 +37,7 @@ def decode_propose_request(message: draft_pb2.ProposeRequest, limits: EngineInfo
     """
     round_ = decode_round(message.round, limits)
     require(1 <= message.gamma <= limits.max_gamma, "gamma", f"must be 1 to {limits.max_gamma}, not {message.gamma}")
-    return ProposeRequest(round=round_, gamma=message.gamma)
+    return ProposeRequest(position=round_, gamma=message.gamma)
 
 
 def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:
@@ -45,7 +45,7 @@ def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.Ve
     message = target_pb2.VerifyRequest(
         call_id=call_id, draft_token_ids=request.draft_token_ids.tolist(), num_logprobs=request.num_logprobs
     )
-    encode_round(request.round, message.round)
+    encode_round(request.position, message.round)
     if request.support_ids:
         # As the draft's reply brought them, where they came in one.
         wire = request.support_ids.wire if isinstance(request.support_ids, PackedIds) else None

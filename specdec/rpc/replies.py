@@ -21,7 +21,7 @@ from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
 from specdec.rpc.rounds import uses_supports
-from specdec.types import LAW_TOTAL, LogitRow, Proposal, ProposeRequest, Support, Verification, VerifyRequest
+from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 
 _NO_PROBABILITIES = np.zeros(0)
@@ -69,7 +69,7 @@ def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[P
             raise ValueError(f"{len(message.draft_token_ids)} draft tokens for a gamma of {request.gamma}")
     drafted = [message.draft_token_ids[:] for message in messages]
     drawn = [
-        token_ids_ if uses_supports(request.round) else []
+        token_ids_ if uses_supports(request.position) else []
         for token_ids_, request in zip(drafted, requests, strict=True)
     ]
     columns = list(zip(messages, drafted, _read_supports(messages, drawn), strict=True))
@@ -89,7 +89,7 @@ def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[P
 
 
 def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[int]]) -> list[Sequence[Support]]:
-    """The laws that the tokens `drawn` of each message were drawn from, one each."""
+    """The distributions that the tokens `drawn` of each message were drawn from, one each."""
     if not any(drawn) and not any(message.HasField("supports") or message.weights for message in messages):
         return [() for _ in messages]
     packed = decode_supports([message.supports for message in messages], [len(drawn_here) for drawn_here in drawn])
@@ -170,16 +170,16 @@ def _read_verifications(
     messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
 ) -> list[Verification]:
     """Raises ValueError when any of them is malformed."""
-    with_laws = [uses_supports(request.round) for request in requests]
+    with_supports = [uses_supports(request.position) for request in requests]
     rows = iter(
         _read_rows(
-            [message for message, has_law in zip(messages, with_laws, strict=True) if has_law],
-            [_row_sizes(request) for request, has_law in zip(requests, with_laws, strict=True) if has_law],
+            [message for message, is_finite in zip(messages, with_supports, strict=True) if is_finite],
+            [_row_sizes(request) for request, is_finite in zip(requests, with_supports, strict=True) if is_finite],
         )
     )
     return [
-        _read_verification(message, request, next(rows) if has_law else None)
-        for message, request, has_law in zip(messages, requests, with_laws, strict=True)
+        _read_verification(message, request, next(rows) if is_finite else None)
+        for message, request, is_finite in zip(messages, requests, with_supports, strict=True)
     ]
 
 
@@ -217,7 +217,8 @@ def _read_verification(
     )
 
 
-# ---- law rows and logits -------------------------------------------------------------------------------------------
+# ---- distribution rows and logits
+# -------------------------------------------------------------------------------------------
 
 
 def _read_rows(messages: Sequence[target_pb2.Verification], sizes_of: Sequence[list[int]]) -> list[PackedRows]:
@@ -228,7 +229,7 @@ def _read_rows(messages: Sequence[target_pb2.Verification], sizes_of: Sequence[l
     if sizes:
         ends = list(accumulate(sizes))
         totals = np.add.reduceat(weights, [0, *ends[:-1]], dtype=np.int64)
-        if (totals != LAW_TOTAL).any():
+        if (totals != WEIGHT_TOTAL).any():
             raise ValueError(f"the weights of a position do not sum to 2^31: {totals.tolist()}")
         rests = weights[[end - 1 for end in ends]].tolist()
     columns = zip(messages, split(weights, counts), sizes_of, _cut(rests, sizes_of), strict=True)

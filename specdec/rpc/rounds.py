@@ -6,28 +6,28 @@ A value out of range is InvalidRequest naming the field and its limit. Called by
 from __future__ import annotations
 
 from specdec.core.chain import HASH_BYTES
-from specdec.core.limits import check_law, check_token_ids
+from specdec.core.limits import check_filters, check_token_ids
 from specdec.errors import InvalidRequest
 from specdec.rpc.arrays import token_ids
-from specdec.types import DrawRule, EngineInfo, LawParams, Round
+from specdec.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
 from specdec.v1 import common_pb2
 
 _MAX_SESSION_ID_BYTES = 256
 
 
-#: Requests, and laws, that are remembered: those that run.
+#: Requests, and distributions, that are remembered: those that run.
 _MAX_REMEMBERED = 4096
 _REMEMBERED_LAW_BYTES = 512
 
-_encoded_requests: dict[tuple[str, int, int, int, int, int, int], tuple[LawParams, bytes]] = {}
-"""What all rounds of a request say, by its fields and the `id` of its law; holding the law itself keeps that id from
-meaning another one."""
+_encoded_requests: dict[tuple[str, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
+"""What all rounds of a request say, by its fields and the `id` of its distribution; holding the distribution itself
+keeps that id from meaning another one."""
 
-_decoded_laws: dict[tuple[bytes, int], LawParams] = {}
+_decoded_laws: dict[tuple[bytes, int], SamplingFilters] = {}
 """By their bytes and the vocabulary they were checked against."""
 
 
-def encode_round(round_: Round, message: common_pb2.Round) -> None:
+def encode_round(round_: SessionPosition, message: common_pb2.Round) -> None:
     """Fills an empty message."""
     message.MergeFromString(_encode_request(round_))
     message.round_id = round_.round_id
@@ -36,9 +36,9 @@ def encode_round(round_: Round, message: common_pb2.Round) -> None:
     message.token_ids.extend(round_.token_ids.tolist())
 
 
-def _encode_request(round_: Round) -> bytes:
+def _encode_request(round_: SessionPosition) -> bytes:
     """The fields that are the same in all rounds of a request, as a message's bytes, which are made once."""
-    law = round_.law
+    filters = round_.filters
     key = (
         round_.session_id,
         round_.epoch,
@@ -46,7 +46,7 @@ def _encode_request(round_: Round) -> bytes:
         round_.turn,
         round_.output_start,
         int(round_.draw_rule),
-        id(law),
+        id(filters),
     )
     known = _encoded_requests.get(key)
     if known is None:
@@ -55,32 +55,32 @@ def _encode_request(round_: Round) -> bytes:
         message = common_pb2.Round(
             session_id=round_.session_id,
             epoch=round_.epoch,
-            law=_law_message(law),
+            law=_law_message(filters),
             seed=round_.seed,
             turn=round_.turn,
             output_start=round_.output_start,
             draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
         )
-        known = _encoded_requests[key] = law, message.SerializeToString()
+        known = _encoded_requests[key] = filters, message.SerializeToString()
     return known[1]
 
 
-def _law_message(law: LawParams) -> common_pb2.LawParams:
+def _law_message(filters: SamplingFilters) -> common_pb2.LawParams:
     return common_pb2.LawParams(
-        temperature=law.temperature,
-        top_p=law.top_p if law.top_p != 1.0 else 0.0,  # 1 is off, and off is the wire's zero
-        top_k=law.top_k,
-        min_p=law.min_p,
-        repetition_penalty=law.repetition_penalty if law.repetition_penalty != 1.0 else 0.0,
-        presence_penalty=law.presence_penalty,
-        frequency_penalty=law.frequency_penalty,
-        logit_bias=law.logit_bias,
-        min_new_tokens=law.min_new_tokens,
-        end_token_ids=law.end_token_ids,
+        temperature=filters.temperature,
+        top_p=filters.top_p if filters.top_p != 1.0 else 0.0,  # 1 is off, and off is the wire's zero
+        top_k=filters.top_k,
+        min_p=filters.min_p,
+        repetition_penalty=filters.repetition_penalty if filters.repetition_penalty != 1.0 else 0.0,
+        presence_penalty=filters.presence_penalty,
+        frequency_penalty=filters.frequency_penalty,
+        logit_bias=filters.logit_bias,
+        min_new_tokens=filters.min_new_tokens,
+        end_token_ids=filters.end_token_ids,
     )
 
 
-def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
+def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPosition:
     session_id_bytes = len(message.session_id.encode())
     require(
         0 < session_id_bytes <= _MAX_SESSION_ID_BYTES,
@@ -102,15 +102,17 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
         "round.output_start",
         f"is {message.output_start}, beyond the {committed_len} committed tokens",
     )
-    require(int(message.draw_rule) in (DrawRule.LAW, DrawRule.COUPLED), "round.draw_rule", "must be LAW or COUPLED")
-    return Round(
+    require(
+        int(message.draw_rule) in (DrawRule.DISTRIBUTION, DrawRule.COUPLED), "round.draw_rule", "must be LAW or COUPLED"
+    )
+    return SessionPosition(
         session_id=message.session_id,
         epoch=message.epoch,
         round_id=message.round_id,
         start=message.start,
         prefix_hash=message.prefix_hash,
         token_ids=committed,
-        law=_decode_law(message.law, limits),
+        filters=_decode_law(message.law, limits),
         seed=message.seed,
         turn=message.turn,
         output_start=message.output_start,
@@ -118,25 +120,25 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> Round:
     )
 
 
-def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
-    """A request sends one law with all its rounds, so that it is read and checked once."""
+def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilters:
+    """A request sends one distribution with all its rounds, so that it is read and checked once."""
     key = message.SerializeToString(), limits.vocabulary_size
-    law = _decoded_laws.get(key)
-    if law is None:
-        law = _read_law(message, limits)
+    filters = _decoded_laws.get(key)
+    if filters is None:
+        filters = _read_law(message, limits)
         if len(key[0]) <= _REMEMBERED_LAW_BYTES:  # long lists of biases are few
             if len(_decoded_laws) >= _MAX_REMEMBERED:
                 _decoded_laws.clear()
-            _decoded_laws[key] = law
-    return law
+            _decoded_laws[key] = filters
+    return filters
 
 
-def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
+def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilters:
     # Counted before they are gone through.
     for name in ("logit_bias", "end_token_ids"):
         count, most = len(getattr(message, name)), limits.vocabulary_size
         require(count <= most, f"round.law.{name}", f"holds {count} entries, the vocabulary {most} tokens")
-    law = LawParams(
+    filters = SamplingFilters(
         temperature=message.temperature,
         top_p=message.top_p or 1.0,
         top_k=message.top_k,
@@ -148,13 +150,13 @@ def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> LawParams:
         min_new_tokens=message.min_new_tokens,
         end_token_ids=tuple(message.end_token_ids),
     )
-    check_law(law, limits.vocabulary_size)
-    return law
+    check_filters(filters, limits.vocabulary_size)
+    return filters
 
 
-def uses_supports(round_: Round) -> bool:
-    """Whether laws travel in this round; greedy and coupled rounds carry token ids alone."""
-    return round_.draw_rule is DrawRule.LAW and not round_.law.is_greedy
+def uses_supports(round_: SessionPosition) -> bool:
+    """Whether distributions travel in this round; greedy and coupled rounds carry token ids alone."""
+    return round_.draw_rule is DrawRule.DISTRIBUTION and not round_.filters.is_greedy
 
 
 def require(holds: bool, field: str, message: str, *, reason: str = "") -> None:

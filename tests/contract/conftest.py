@@ -11,8 +11,8 @@ from specdec.state.connection import RedisConnection
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
-from tests.redis_fixture import RedisServer, redis_server, redis_url
-from tests.store_sessions import LONG_TTL_S, REQUEST, tokens
+from tests.support.redis_fixture import RedisServer, redis_server, redis_url
+from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
 __all__ = ["embedded_url", "redis_server", "redis_url", "store_url"]
 

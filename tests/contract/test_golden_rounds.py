@@ -20,11 +20,11 @@ from google.protobuf.message import Message
 
 from draft_service.proposer import Proposer
 from specdec.rpc import codec, replies
-from specdec.types import LawParams, Mode, Proposal, ProposeRequest, Verification, VerifyRequest
+from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 from target_service.verifier import Verifier
-from tests.round_driver import RoundDriver
-from tests.table_worker import TableWorker
+from tests.support.round_driver import RoundDriver
+from tests.support.table_worker import TableWorker
 
 RECORDING = Path(__file__).with_name("golden_rounds.json")
 PROMPT = [5, 6, 7, 8, 9, 10, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6]
@@ -37,26 +37,26 @@ YOUNGER_FIELDS: dict[str, tuple[str, ...]] = {}
 
 @dataclass(frozen=True)
 class Case:
-    law: LawParams
+    filters: SamplingFilters
     mode: Mode = Mode.REJECTION
     gamma: int = GAMMA
     num_logprobs: int | None = None
 
 
 CASES = {
-    "greedy": Case(LawParams(temperature=0.0)),
-    "rejection at temperature 1": Case(LawParams()),
+    "greedy": Case(SamplingFilters(temperature=0.0)),
+    "rejection at temperature 1": Case(SamplingFilters()),
     "rejection with top-k, top-p and penalties": Case(
-        LawParams(temperature=0.7, top_k=12, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3,
+        SamplingFilters(temperature=0.7, top_k=12, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3,
                   frequency_penalty=0.2)
     ),
     "rejection with min-p, biases and masked end tokens": Case(
-        LawParams(min_p=0.02, logit_bias={3: 2.5, 9: -1.5}, min_new_tokens=6, end_token_ids=(1, 4))
+        SamplingFilters(min_p=0.02, logit_bias={3: 2.5, 9: -1.5}, min_new_tokens=6, end_token_ids=(1, 4))
     ),
-    "block": Case(LawParams(temperature=0.9), Mode.BLOCK, gamma=4),
-    "coupled": Case(LawParams(top_p=0.95), Mode.COUPLED),
-    "target only": Case(LawParams(), Mode.OFF, gamma=0),
-    "rejection with logprobs": Case(LawParams(temperature=1.1), num_logprobs=2),
+    "block": Case(SamplingFilters(temperature=0.9), Mode.BLOCK, gamma=4),
+    "coupled": Case(SamplingFilters(top_p=0.95), Mode.COUPLED),
+    "target only": Case(SamplingFilters(), Mode.OFF, gamma=0),
+    "rejection with logprobs": Case(SamplingFilters(temperature=1.1), num_logprobs=2),
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ class RecordedLink:
         return replies.decode_proposal(draft_pb2.Proposal.FromString(reply), request)
 
     async def verify(self, request: VerifyRequest) -> Verification:
-        request = VerifyRequest(request.round, request.draft_token_ids, request.support_ids, self.num_logprobs)
+        request = VerifyRequest(request.position, request.draft_token_ids, request.support_ids, self.num_logprobs)
         asked = self._note(codec.encode_verify_request(request, 1))
         received = codec.decode_verify_request(target_pb2.VerifyRequest.FromString(asked), self.engine.info())
         reply = self._note(replies.encode_verification(await self.engine.verify(received), 1))
@@ -96,7 +96,7 @@ async def run_case(case: Case) -> dict[str, Any]:
     """What travels and what is decided, with every miss and resend on the way."""
     proposer, verifier = Proposer(TableWorker(salt=1)), Verifier(TableWorker())
     draft, target = RecordedLink(proposer), RecordedLink(verifier, case.num_logprobs)
-    driver = RoundDriver("golden", list(PROMPT), draft, target, law=case.law, mode=case.mode, seed=20_260_101)
+    driver = RoundDriver("golden", list(PROMPT), draft, target, filters=case.filters, mode=case.mode, seed=20_260_101)
     try:
         await driver.generate(NUM_TOKENS // 2, case.gamma)
         await proposer.release(["golden"])  # a replica that has forgotten the session: a miss and a resend
@@ -131,7 +131,7 @@ async def test_a_generation_sends_the_recorded_bytes_and_draws_the_recorded_toke
 async def test_the_recording_notices_another_seed_and_another_support() -> None:
     """Negative control: what a change of draws would do to the recording."""
     recorded = json.loads(RECORDING.read_text())["rejection at temperature 1"]
-    other = await run_case(Case(LawParams(temperature=1.0 + 1e-3)))
+    other = await run_case(Case(SamplingFilters(temperature=1.0 + 1e-3)))
     assert other["target_link"] != recorded["target_link"]
 
 

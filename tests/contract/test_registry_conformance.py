@@ -15,7 +15,7 @@ from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 from specdec.types import EngineInfo
-from tests.redis_fixture import RedisServer
+from tests.support.redis_fixture import RedisServer
 
 LONG_TTL_S = 60.0
 SHORT_TTL_S = 0.05

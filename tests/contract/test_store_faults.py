@@ -9,8 +9,8 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
-from tests.redis_fixture import RedisServer
-from tests.store_sessions import LONG_TTL_S, a_round, held_tokens, lose_tokens, tokens
+from tests.support.redis_fixture import RedisServer
+from tests.support.store_sessions import LONG_TTL_S, a_round, held_tokens, lose_tokens, tokens
 
 
 async def test_a_shorter_log_is_a_lost_session_until_its_owner_repairs_it(

@@ -11,7 +11,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore
 from specdec.state.store import Lease, SessionStore
-from tests.store_sessions import LONG_TTL_S, SHORT_TTL_S, a_round, held_tokens
+from tests.support.store_sessions import LONG_TTL_S, SHORT_TTL_S, a_round, held_tokens
 
 
 async def test_a_deleted_session_is_gone_whoever_held_it(store: SessionStore, session_id: str, lease: Lease) -> None:

@@ -11,7 +11,15 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
-from tests.store_sessions import LONG_TTL_S, REQUEST, SHORT_TTL_S, a_round, acquire_when_free, held_tokens, tokens
+from tests.support.store_sessions import (
+    LONG_TTL_S,
+    REQUEST,
+    SHORT_TTL_S,
+    a_round,
+    acquire_when_free,
+    held_tokens,
+    tokens,
+)
 
 
 async def test_acquiring_an_unknown_session_needs_create(store: SessionStore, session_id: str) -> None:

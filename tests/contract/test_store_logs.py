@@ -12,7 +12,7 @@ import pytest
 from specdec.errors import LeaseLost, SessionLost
 from specdec.state.store import Commit, Lease, SessionStore
 from specdec.types import FinishReason
-from tests.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, tokens
+from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, tokens
 
 
 async def test_a_begun_request_is_read_back_whole(store: SessionStore, session_id: str, lease: Lease) -> None:

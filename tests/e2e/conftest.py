@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_fixture import redis_server, redis_url
-from tests.tiny_models import build_tiny_model, build_tiny_pair
+from tests.support.redis_fixture import redis_server, redis_url
+from tests.support.tiny_models import build_tiny_model, build_tiny_pair
 
 __all__ = ["llama_pair", "other_draft", "redis_server", "redis_url"]
 

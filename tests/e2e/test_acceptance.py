@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from specdec.client import Client, Completion
-from specdec.core.filters import filtered_law
+from specdec.core.filters import filtered_distribution
 from specdec.core.sparse import cut_support, default_s_max
-from specdec.types import LawParams, TokenSource
-from tests.stack import Stack
-from tests.target_alone import TargetAlone
+from specdec.types import SamplingFilters, TokenSource
+from tests.support.stack import Stack
+from tests.support.target_alone import TargetAlone
 
 NUM_REQUESTS = 10
 NUM_TOKENS = 200
@@ -41,7 +41,9 @@ def covered_mass(alone: TargetAlone, prompt: Sequence[int], completion: Completi
     masses = []
     for index in positions_of_tests(completion):
         position = len(prompt) + index
-        law = filtered_law(logits[position - 1], LawParams(), np.array(ids[:position], np.uint32), len(prompt))
+        law = filtered_distribution(
+            logits[position - 1], SamplingFilters(), np.array(ids[:position], np.uint32), len(prompt)
+        )
         _, lost_mass = cut_support(law, default_s_max(len(law)))
         masses.append(1.0 - lost_mass)
     return masses

@@ -23,7 +23,7 @@ from specdec.cli import up
 from specdec.cli.__main__ import build_parser
 from specdec.client import Client
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
-from tests.tiny_models import build_tiny_model
+from tests.support.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECDEC = [sys.executable, "-m", "specdec.cli"]

@@ -18,13 +18,13 @@ import pytest
 
 from specdec.client import Completion
 from specdec.engine.base import Worker
-from specdec.engine.compiled import CompileOptions
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.compiled.steps import CompileOptions
+from specdec.engine.loader import load_worker
 from specdec.engine.native.runner import NativeRunner
 from specdec.types import TokenSource
-from tests.model_stack import ModelStack
-from tests.target_alone import TargetAlone
-from tests.tiny_models import ARCHITECTURES, build_tiny_pair
+from tests.support.model_stack import ModelStack
+from tests.support.target_alone import TargetAlone
+from tests.support.tiny_models import ARCHITECTURES, build_tiny_pair
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BENCH_PROMPTS = sorted((Path(__file__).resolve().parents[2] / "bench" / "prompts").glob("*.txt"))

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from draft_service.proposer import Proposer
-from specdec.engine.compiled import CompileOptions
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.compiled.steps import CompileOptions
+from specdec.engine.loader import load_worker
 from specdec.types import Proposal, ProposeRequest
-from tests.model_stack import ModelStack
-from tests.tiny_models import DRAFT_PERTURBATION, build_tiny_pair
+from tests.support.model_stack import ModelStack
+from tests.support.tiny_models import DRAFT_PERTURBATION, build_tiny_pair
 
 NUM_SESSIONS = 16
 GAMMA = 4
@@ -138,7 +138,7 @@ class ShortensHits(Proposer):
 
     async def propose(self, request: ProposeRequest) -> Proposal:
         proposal = await super().propose(request)
-        if proposal.num_cached_tokens < request.round.committed_len or len(proposal.draft_token_ids) < 2:
+        if proposal.num_cached_tokens < request.position.committed_len or len(proposal.draft_token_ids) < 2:
             return proposal
         shorter = {name: getattr(proposal, name)[:-1] for name in ("draft_token_ids", "supports", "lost_mass")}
         return replace(proposal, **shorter)

@@ -20,12 +20,12 @@ import pytest
 from scipy import stats
 
 from draft_service.proposer import Proposer
-from specdec.engine.compiled import CompileOptions
-from specdec.engine.hf_adapter import load_worker
-from specdec.types import LawParams, Proposal, ProposeRequest, Support
-from tests.model_stack import ModelStack
-from tests.target_alone import TargetAlone
-from tests.tiny_models import build_tiny_pair
+from specdec.engine.compiled.steps import CompileOptions
+from specdec.engine.loader import load_worker
+from specdec.types import Proposal, ProposeRequest, SamplingFilters, Support
+from tests.support.model_stack import ModelStack
+from tests.support.target_alone import TargetAlone
+from tests.support.tiny_models import build_tiny_pair
 
 VOCABULARY = 6
 PROMPT = (2, 3, 4, 5)
@@ -82,7 +82,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def joint_law(checkpoint: Path, law: LawParams, dtype: str = "float32") -> dict[tuple[int, ...], float]:
+def joint_law(checkpoint: Path, law: SamplingFilters, dtype: str = "float32") -> dict[tuple[int, ...], float]:
     """Probability of every continuation of three tokens, from the target's logits and the reference filters."""
     alone = TargetAlone(checkpoint, dtype)
     prefixes = {(): 1.0}
@@ -146,11 +146,11 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
     return float(stats.chisquare(observed, np.array(expected) * (sum(observed) / sum(expected))).pvalue)
 
 
-async def check_law(
+async def check_filters(
     pair: tuple[Path, Path], redis_url: str, mode: str, name: str, setup: str, num_samples: int
 ) -> None:
     options = FILTERS[name]
-    law = joint_law(pair[0], LawParams(**options), SETUPS[setup].dtype)
+    law = joint_law(pair[0], SamplingFilters(**options), SETUPS[setup].dtype)
     counts = await sample(pair, redis_url, num_samples, {**options, "mode": mode}, SETUPS[setup])
     value = p_value(counts, law)
     print(f"{mode} {name}, {setup}: p = {value:.3g} over {num_samples} samples, {len(law)} outcomes")
@@ -169,7 +169,7 @@ async def check_law(
 async def test_three_tokens_follow_the_targets_joint_law(
     pair: tuple[Path, Path], redis_url: str, mode: str, name: str, setup: str
 ) -> None:
-    await check_law(pair, redis_url, mode, name, setup, NUM_SAMPLES)
+    await check_filters(pair, redis_url, mode, name, setup, NUM_SAMPLES)
 
 
 @pytest.mark.full
@@ -178,14 +178,14 @@ async def test_three_tokens_follow_the_targets_joint_law(
 async def test_three_tokens_follow_the_targets_joint_law_for_every_mode_filter_and_setup(
     pair: tuple[Path, Path], redis_url: str, mode: str, name: str, setup: str
 ) -> None:
-    await check_law(pair, redis_url, mode, name, setup, NUM_LONG_SAMPLES)
+    await check_filters(pair, redis_url, mode, name, setup, NUM_LONG_SAMPLES)
 
 
 async def test_the_drafts_own_law_would_be_noticed(pair: tuple[Path, Path], redis_url: str) -> None:
     """Negative control: the samples follow neither the draft's law nor the target's at another temperature."""
     counts = await sample(pair, redis_url, NUM_SAMPLES, {"temperature": 1.0, "mode": "rejection"})
-    assert p_value(counts, joint_law(pair[1], LawParams())) < FALSE_ALARM / len(CASES)
-    assert p_value(counts, joint_law(pair[0], LawParams(temperature=0.8))) < FALSE_ALARM / len(CASES)
+    assert p_value(counts, joint_law(pair[1], SamplingFilters())) < FALSE_ALARM / len(CASES)
+    assert p_value(counts, joint_law(pair[0], SamplingFilters(temperature=0.8))) < FALSE_ALARM / len(CASES)
 
 
 class MisdrawsHits(Proposer):
@@ -193,7 +193,7 @@ class MisdrawsHits(Proposer):
 
     async def propose(self, request: ProposeRequest) -> Proposal:
         proposal = await super().propose(request)
-        if proposal.num_cached_tokens < request.round.committed_len:
+        if proposal.num_cached_tokens < request.position.committed_len:
             return proposal
         worst = [int(support.weights.argmin()) for support in proposal.supports]
         stated = []
@@ -209,4 +209,4 @@ async def test_a_fault_in_branch_hits_alone_would_be_noticed(pair: tuple[Path, P
     """Negative control of pre-drafting: hits are part enough of the samples."""
     options = {"temperature": 1.0, "mode": "rejection"}
     counts = await sample(pair, redis_url, NUM_SAMPLES, options, SETUPS["pre-drafted"], MisdrawsHits)
-    assert p_value(counts, joint_law(pair[0], LawParams())) < FALSE_ALARM / len(CASES)
+    assert p_value(counts, joint_law(pair[0], SamplingFilters())) < FALSE_ALARM / len(CASES)

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.pool import ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
 from specdec.errors import InvalidRequest
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import replica_keys
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from tests.coordinator_rig import Rig
-from tests.redis_fixture import redis_server, redis_url
+from tests.support.coordinator_rig import Rig
+from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
 

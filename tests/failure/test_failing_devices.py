@@ -12,8 +12,8 @@ import pytest
 
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import common_pb2, coordinator_pb2, target_pb2_grpc
-from tests.process_rig import NUM_TOKENS, ask, models, read_rest, read_some, reference, run, stub_of
-from tests.stack import Stack, is_serving
+from tests.support.process_rig import NUM_TOKENS, ask, models, read_rest, read_some, reference, run, stub_of
+from tests.support.stack import Stack, is_serving
 
 __all__ = ["models", "reference"]
 
@@ -32,7 +32,7 @@ class Injured:
             part = stack.parts[name]
             (directory / name).mkdir()
             part.arguments = [part.module, str(directory / name), *part.arguments]
-            part.module = "tests.injured_service"
+            part.module = "tests.support.injured_service"
 
     def injure(self, name: str, how: str, text: str = "") -> None:
         (self.directory / name / how).write_text(text)

@@ -8,13 +8,13 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from specdec.errors import VocabularyMismatch
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import Commit, ReplicaRecord
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import (
+from tests.support.coordinator_rig import (
     MESSAGE_LIMIT_BYTES,
     PROMPT,
     Coordinator,
@@ -307,7 +307,7 @@ async def test_a_drain_lets_running_requests_finish_and_admits_no_new_ones() -> 
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(max_new_tokens=60))
         output = await read_until(stream, 1)
-        drain = asyncio.create_task(coordinator.generations.drain(60.0))
+        drain = asyncio.create_task(coordinator.generation.admission.drain(60.0))
         await asyncio.sleep(0)
         assert (await failure(coordinator, request()))[:2] == ("UNAVAILABLE", "DRAINING")
         await read_rest(stream, output)

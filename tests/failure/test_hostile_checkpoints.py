@@ -13,7 +13,7 @@ import pytest
 
 from specdec.errors import InvalidRequest
 from specdec.vocabulary import load_tokenizer
-from tests.tiny_models import build_tiny_model
+from tests.support.tiny_models import build_tiny_model
 
 INTRUDER = "open({marker!r}, 'w').close()\n"
 
@@ -114,7 +114,7 @@ def test_a_hostile_tokenizer_config_is_refused_in_one_line(checkpoint: Path, tmp
      '{"model_type": "llama", "hidden_size": "large"}'],
 )  # fmt: skip
 def test_a_hostile_config_is_refused_in_one_line(checkpoint: Path, tmp_path: Path, config: str) -> None:
-    from specdec.engine.hf_adapter import load_worker
+    from specdec.engine.loader import load_worker
     from specdec.errors import SpecdecError
 
     for file in checkpoint.iterdir():

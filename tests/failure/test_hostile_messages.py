@@ -22,9 +22,9 @@ from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items
 from specdec.rpc.status import from_rpc_error
 from specdec.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
-from tests.arithmetic_engines import make_round
-from tests.coordinator_rig import PROMPT, Coordinator, Rig, request, started_coordinator
-from tests.stack import Stack
+from tests.support.arithmetic_engines import make_round
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request, started_coordinator
+from tests.support.stack import Stack
 
 PROPOSE, VERIFY = "/specdec.v1.DraftService/Propose", "/specdec.v1.TargetService/Verify"
 GENERATE = "/specdec.v1.CoordinatorService/Generate"

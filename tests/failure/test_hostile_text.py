@@ -12,16 +12,16 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.prompt import encode_prompt
-from coordinator.servicer import CoordinatorServicer
-from coordinator.text_process import GivenUp
-from coordinator.tokenizer import ServedTokenizer
+from coordinator.front.servicer import CoordinatorServicer
+from coordinator.text.prompt import encode_prompt
+from coordinator.text.text_process import GivenUp
+from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.coordinator_rig import Rig
+from tests.support.coordinator_rig import Rig
 from tests.unit.coordinator.test_prompt import NOTHING, ask, chat
 from tests.unit.coordinator.test_tokenizer import save
 
@@ -237,7 +237,7 @@ async def test_a_call_past_its_deadline_leaves_no_work_behind() -> None:
     server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
     async with Rig() as rig:
         coordinator = await rig.coordinator()
-        servicer = CoordinatorServicer(coordinator.generations, coordinator.pools, tokenizer, Mode.REJECTION)
+        servicer = CoordinatorServicer(coordinator.generation.admission, coordinator.pools, tokenizer, Mode.REJECTION)
         servicer.add_to(server.grpc_server)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:

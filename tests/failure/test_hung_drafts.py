@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from bench.simulated_system import write_tokenizer
-from coordinator.pool import DRAFT
+from coordinator.replicas.pool import DRAFT
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, request
-from tests.process_rig import stub_of
-from tests.stack import Stack
+from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, request
+from tests.support.process_rig import stub_of
+from tests.support.stack import Stack
 
 PAIR = "simulated:70b-1b,predraft=off"
 NUM_TOKENS = 60

@@ -13,14 +13,23 @@ import grpc
 import pytest
 
 from coordinator import liveness
-from coordinator.pool import TargetReplica
+from coordinator.replicas.pool import TargetReplica
 from specdec.rpc.status import from_rpc_error
 from specdec.types import EngineInfo
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import PROMPT, Rig, Service, eventually, read_rest, read_until, request, started_coordinator
-from tests.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
-from tests.process_rig import read_rest as read_rest_of
-from tests.stack import Stack
+from tests.support.coordinator_rig import (
+    PROMPT,
+    Rig,
+    Service,
+    eventually,
+    read_rest,
+    read_until,
+    request,
+    started_coordinator,
+)
+from tests.support.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
+from tests.support.process_rig import read_rest as read_rest_of
+from tests.support.stack import Stack
 
 __all__ = ["models", "reference"]
 

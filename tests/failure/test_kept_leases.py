@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from coordinator.lease_keeper import LeaseKeeper
-from tests.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from coordinator.generation.lease_keeper import LeaseKeeper
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
 
 TTL_S = 1.0
 

@@ -6,9 +6,20 @@ import grpc
 import pytest
 
 from specdec.v1 import coordinator_pb2 as pb
-from tests.process_rig import NUM_TOKENS, PROMPT, ask, models, read_rest, read_some, reference, run, stack, stub_of
-from tests.redis_fixture import redis_server
-from tests.stack import Stack
+from tests.support.process_rig import (
+    NUM_TOKENS,
+    PROMPT,
+    ask,
+    models,
+    read_rest,
+    read_some,
+    reference,
+    run,
+    stack,
+    stub_of,
+)
+from tests.support.redis_fixture import redis_server
+from tests.support.stack import Stack
 
 __all__ = ["models", "redis_server", "reference", "stack"]
 

@@ -19,8 +19,8 @@ from specdec.state.keys import pack_tokens, session_keys
 from specdec.state.store import SessionRecord
 from specdec.types import FinishReason
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_until, request
-from tests.redis_fixture import RedisServer
+from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_until, request
+from tests.support.redis_fixture import RedisServer
 
 NUM_TOKENS = 60
 LOST_BYTES = 4000

@@ -7,12 +7,21 @@ import logging
 
 import pytest
 
-from coordinator.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
-from tests.coordinator_rig import PROMPT, Coordinator, Rig, Service, read_rest, read_until, request, start_service
-from tests.stack import free_port
+from tests.support.coordinator_rig import (
+    PROMPT,
+    Coordinator,
+    Rig,
+    Service,
+    read_rest,
+    read_until,
+    request,
+    start_service,
+)
+from tests.support.stack import free_port
 
 
 async def redeploy(rig: Rig, service: Service, role: str = "", *, vocabulary: str = "table") -> Service:

@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.pool import TARGET
+from coordinator.replicas.pool import TARGET
 from draft_service.pace import Predraft
 from specdec.rpc.status import from_rpc_error
 from specdec.types import Proposal, ProposeRequest
-from tests.coordinator_rig import (
+from tests.support.coordinator_rig import (
     PROMPT,
     Coordinator,
     Output,
@@ -29,7 +29,7 @@ from tests.coordinator_rig import (
     request,
     start_service,
 )
-from tests.table_worker import TableWorker
+from tests.support.table_worker import TableWorker
 
 NUM_TOKENS = 40
 #: Two models of one vocabulary.

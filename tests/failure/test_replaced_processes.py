@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from specdec.client import Budgets, Client
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.process_rig import PROMPT, ask, greedy, read_rest, read_some, run, stub_of
-from tests.stack import Stack
-from tests.tiny_models import build_tiny_model, build_tiny_pair
+from tests.support.process_rig import PROMPT, ask, greedy, read_rest, read_some, run, stub_of
+from tests.support.stack import Stack
+from tests.support.tiny_models import build_tiny_model, build_tiny_pair
 
 NUM_TOKENS = 160
 

@@ -14,7 +14,15 @@ from coordinator import stream as output_stream
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.coordinator_rig import PROMPT, Coordinator, Output, eventually, read_rest, request, started_coordinator
+from tests.support.coordinator_rig import (
+    PROMPT,
+    Coordinator,
+    Output,
+    eventually,
+    read_rest,
+    request,
+    started_coordinator,
+)
 
 KEPT = 16
 NUM_TOKENS = 500
@@ -49,7 +57,7 @@ async def read_to_the_cut(stream: Any, output: Output) -> grpc.aio.AioRpcError:
 
 async def test_a_reader_that_never_reads_is_cut_off_and_resumes_without_repeat_or_gap() -> None:
     async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
-        generations = coordinator.generations
+        generations = coordinator.generation.admission
         stream = stub.Generate(request(session_id="s", **LARGE))
         output = Output()
         output.add(await stream.read())

@@ -10,13 +10,22 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.pool import DRAFT, TARGET
+from coordinator.replicas.pool import DRAFT, TARGET
 from specdec import errors
 from specdec.errors import SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import PROMPT, VOCABULARY, Rig, Service, read_rest, read_until, request, start_service
+from tests.support.coordinator_rig import (
+    PROMPT,
+    VOCABULARY,
+    Rig,
+    Service,
+    read_rest,
+    read_until,
+    request,
+    start_service,
+)
 
 
 class OutsideTheVocabulary:
@@ -119,7 +128,7 @@ async def test_what_a_target_refuses_is_not_said_to_be_the_clients_fault(
         error = from_rpc_error(caught.value)
         assert (error.code, error.reason, error.field) == ("INTERNAL", "INTERNAL", "")
         assert refusal.message in error.message
-        (warning,) = (record for record in caplog.records if record.name == "coordinator.round")
+        (warning,) = (record for record in caplog.records if record.name == "coordinator.round.runner")
         assert refuser.address in warning.getMessage()
         assert refusal.code in warning.getMessage()
 

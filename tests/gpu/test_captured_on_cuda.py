@@ -12,12 +12,12 @@ import torch
 
 from draft_service.proposer import Proposer
 from specdec.engine.base import StepPlan
-from specdec.engine.capture import CudaCapture
-from specdec.engine.compiled import CompileOptions, row_counts
-from specdec.engine.hf_adapter import load_worker
-from specdec.types import LawParams
+from specdec.engine.captured.capture import CudaCapture
+from specdec.engine.compiled.steps import CompileOptions, row_counts
+from specdec.engine.loader import load_worker
+from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
-from tests.captured_rig import (
+from tests.support.captured_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
     Pair,
@@ -27,8 +27,8 @@ from tests.captured_rig import (
     piece,
     random_tokens,
 )
-from tests.round_driver import RoundDriver
-from tests.tiny_models import build_tiny_pair
+from tests.support.round_driver import RoundDriver
+from tests.support.tiny_models import build_tiny_pair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,7 +124,7 @@ async def test_rounds_give_the_same_text_recorded_and_eagerly(temperature: float
         drivers = [
             RoundDriver(
                 f"s{index}", random_tokens(index, 5 + 9 * index), proposer, verifier,
-                law=LawParams(temperature=temperature), seed=index,
+                filters=SamplingFilters(temperature=temperature), seed=index,
             )
             for index in range(4)
         ]  # fmt: skip

@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.sampling import LawContext, cut_supports, filtered_laws, greedy_choices, law_rows
-from specdec.engine.step_logits import StepLogits
-from specdec.types import LawParams
+from specdec.engine.logits.rows import (
+    FilterContext,
+    cut_supports,
+    distribution_rows,
+    filtered_distributions,
+    greedy_choices,
+)
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.types import SamplingFilters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,11 +25,11 @@ pytestmark = [
 ]
 NUM_ROWS, NUM_TOKENS, S_MAX = 5, 32_000, 64
 SUPPORTS = [np.arange(row, row + S_MAX, dtype=np.uint32) for row in range(NUM_ROWS)]
-GREEDY = LawParams(temperature=0.0)
+GREEDY = SamplingFilters(temperature=0.0)
 LAWS = {
-    "no filter": LawParams(temperature=0.7),
-    "top-k": LawParams(temperature=0.7, top_k=50, top_p=0.95),
-    "top-p": LawParams(top_p=0.9),
+    "no filter": SamplingFilters(temperature=0.7),
+    "top-k": SamplingFilters(temperature=0.7, top_k=50, top_p=0.95),
+    "top-p": SamplingFilters(top_p=0.9),
 }
 
 
@@ -46,8 +52,8 @@ def logits() -> torch.Tensor:
     return rows.to("cuda")
 
 
-def contexts(law: LawParams) -> list[LawContext]:
-    return [LawContext(law, [], 0)] * NUM_ROWS
+def contexts(filters: SamplingFilters) -> list[FilterContext]:
+    return [FilterContext(filters, [], 0)] * NUM_ROWS
 
 
 def test_a_greedy_step_waits_once(logits: torch.Tensor) -> None:
@@ -58,7 +64,7 @@ def test_a_greedy_step_waits_once(logits: torch.Tensor) -> None:
 def test_a_sampled_draft_step_waits_for_what_is_read(filters: str, expected: int, logits: torch.Tensor) -> None:
     def step() -> None:
         read = StepLogits.read(logits)
-        cut_supports(filtered_laws(read.values, contexts(LAWS[filters])), S_MAX)
+        cut_supports(filtered_distributions(read.values, contexts(LAWS[filters])), S_MAX)
 
     assert num_waits(step) == expected
 
@@ -67,7 +73,7 @@ def test_a_sampled_draft_step_waits_for_what_is_read(filters: str, expected: int
 def test_a_sampled_verification_waits_for_what_is_read(filters: str, expected: int, logits: torch.Tensor) -> None:
     def step() -> None:
         read = StepLogits.read(logits)
-        law_rows(filtered_laws(read.values, contexts(LAWS[filters])), SUPPORTS, [0.5] * NUM_ROWS)
+        distribution_rows(filtered_distributions(read.values, contexts(LAWS[filters])), SUPPORTS, [0.5] * NUM_ROWS)
 
     assert num_waits(step) == expected
 
@@ -75,8 +81,8 @@ def test_a_sampled_verification_waits_for_what_is_read(filters: str, expected: i
 @pytest.mark.parametrize("filters", LAWS)
 def test_laws_supports_and_rows_are_those_of_the_cpu(filters: str, logits: torch.Tensor) -> None:
     tied = logits.round()
-    laws = filtered_laws(tied, contexts(LAWS[filters]))
-    expected = filtered_laws(tied.cpu(), contexts(LAWS[filters]))
+    laws = filtered_distributions(tied, contexts(LAWS[filters]))
+    expected = filtered_distributions(tied.cpu(), contexts(LAWS[filters]))
     torch.testing.assert_close(laws.cpu(), expected, rtol=0, atol=1e-12)
     for (here, lost_here), (there, lost_there) in zip(
         cut_supports(expected.to("cuda"), S_MAX), cut_supports(expected, S_MAX), strict=True

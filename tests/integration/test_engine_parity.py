@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.compiled import CompileOptions
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.compiled.steps import CompileOptions
+from specdec.engine.loader import load_worker
 from specdec.types import BLOCK_TOKENS
-from tests.captured_rig import CountedCapture
-from tests.tiny_models import ARCHITECTURES, build_tiny_model
+from tests.support.captured_rig import CountedCapture
+from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
 
 VOCABULARY_SIZE = 96
 PADDED_ROWS = 8

@@ -1,8 +1,8 @@
 """Every decoder-only architecture of the installed transformers is computed right or refused in one line.
 
 Right: logits of the paged engine are those of the model's own eager forward, and greedy text is that of `generate()`
-(`tests.architecture_rig`). Nothing else passes, and `docs/models.md` says which is which. A slice runs in `make test`,
-all of them in `make test-full`.
+(`tests.support.architecture_rig`). Nothing else passes, and `docs/models.md` says which is which. A slice runs in `make
+test`, all of them in `make test-full`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine import batch
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.loader import load_worker
+from specdec.engine.model import batch
 from specdec.errors import Unsupported
-from tests.architecture_rig import TOLERANCE, compare_logits, judge
-from tests.model_list import documented_rows, is_documented_version, row
-from tests.tiny_architectures import MODEL_TYPES, CannotBuild, build_tiny_architecture
+from tests.support.architecture_rig import TOLERANCE, compare_logits, judge
+from tests.support.model_list import documented_rows, is_documented_version, row
+from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild, build_tiny_architecture
 
 #: Computed wrongly or not at all before windows came from masks and attention calls had caches of their own, and one of
 #: each other reason to refuse.

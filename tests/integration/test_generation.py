@@ -9,7 +9,7 @@ import pytest
 
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import (
+from tests.support.coordinator_rig import (
     EOS,
     PROMPT,
     Output,

@@ -12,10 +12,10 @@ import pytest
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.process_rig import NUM_TOKENS, ask, models, reference, run, stack, stub_of
-from tests.redis_fixture import redis_server
-from tests.stack import Stack, free_port
-from tests.tiny_models import build_tiny_model
+from tests.support.process_rig import NUM_TOKENS, ask, models, reference, run, stack, stub_of
+from tests.support.redis_fixture import redis_server
+from tests.support.stack import Stack, free_port
+from tests.support.tiny_models import build_tiny_model
 
 __all__ = ["models", "redis_server", "reference", "stack"]
 
@@ -42,7 +42,7 @@ import grpc
 from coordinator.__main__ import main
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.stack import is_serving
+from tests.support.stack import is_serving
 import os, signal
 address = "127.0.0.1:{free_port()}"
 def ask():

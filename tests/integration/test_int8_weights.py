@@ -20,12 +20,12 @@ from bench.workload import prompt_token_ids
 from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.hf_adapter import load_worker
-from specdec.engine.int8_projection import Int8Projection
+from specdec.engine.loader import load_worker
+from specdec.engine.model.int8_projection import Int8Projection
 from specdec.types import BLOCK_TOKENS
 from target_service.verifier import Verifier
-from tests.round_driver import RoundDriver
-from tests.tiny_models import build_tiny_model, build_tiny_pair
+from tests.support.round_driver import RoundDriver
+from tests.support.tiny_models import build_tiny_model, build_tiny_pair
 
 NUM_TOKENS = 24
 # Two logits this close may change places between steps of one row and of many: activations are bfloat16.

@@ -12,7 +12,7 @@ from specdec.client import AsyncClient, Client
 from specdec.errors import SessionLost
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
 
 NUM_TOKENS = 12
 HELD = len(PROMPT) + NUM_TOKENS

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.compiled import CompileOptions
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.compiled.steps import CompileOptions
+from specdec.engine.loader import load_worker
 from specdec.engine.native.library import load_library
 from specdec.engine.native.prebuilt import prebuilt_libraries
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
-from tests.tiny_models import build_tiny_model
+from tests.support.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY_SIZE = 96

@@ -17,21 +17,21 @@ import pytest
 from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
 from specdec.engine.base import Worker
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.loader import load_worker
 from specdec.observability.metrics import EngineMetrics
-from specdec.types import EngineInfo, LawParams, Mode, Proposal, ProposeRequest
+from specdec.types import EngineInfo, Mode, Proposal, ProposeRequest, SamplingFilters
 from target_service.verifier import Verifier
-from tests.round_driver import RoundDriver
-from tests.tiny_models import build_tiny_pair
-from tests.watched_worker import WatchedWorker
+from tests.support.round_driver import RoundDriver
+from tests.support.tiny_models import build_tiny_pair
+from tests.support.watched_worker import WatchedWorker
 
 NUM_TOKENS = 60
 GAMMA = 4
 LAWS = {
-    "greedy": (Mode.REJECTION, LawParams(temperature=0.0, repetition_penalty=1.2)),
-    "coupled": (Mode.COUPLED, LawParams(temperature=0.8, frequency_penalty=0.3)),
-    "law": (Mode.REJECTION, LawParams(temperature=0.8, top_k=40, presence_penalty=0.3)),
-    "block": (Mode.BLOCK, LawParams(temperature=1.0)),
+    "greedy": (Mode.REJECTION, SamplingFilters(temperature=0.0, repetition_penalty=1.2)),
+    "coupled": (Mode.COUPLED, SamplingFilters(temperature=0.8, frequency_penalty=0.3)),
+    "law": (Mode.REJECTION, SamplingFilters(temperature=0.8, top_k=40, presence_penalty=0.3)),
+    "block": (Mode.BLOCK, SamplingFilters(temperature=1.0)),
 }
 
 
@@ -72,14 +72,14 @@ def pair(request, tmp_path_factory) -> tuple[Path, Path]:
     return build_tiny_pair(request.param, tmp_path_factory.mktemp(request.param), seed=3)
 
 
-@pytest.mark.parametrize("law", LAWS)
-async def test_hits_and_misses_give_the_same_tokens(pair, law):
+@pytest.mark.parametrize("filters", LAWS)
+async def test_hits_and_misses_give_the_same_tokens(pair, filters):
     target, draft = pair
-    mode, params = LAWS[law]
+    mode, params = LAWS[filters]
     ahead, plain = _PatientDraft(_load(draft)), Proposer(_load(draft), predraft=Predraft.OFF)
     verifiers = [Verifier(_load(target)) for _ in range(2)]
     drivers = [
-        RoundDriver("s", list(range(3, 24)), engine, verifier, law=params, mode=mode, seed=5)
+        RoundDriver("s", list(range(3, 24)), engine, verifier, filters=params, mode=mode, seed=5)
         for engine, verifier in zip((ahead, plain), verifiers, strict=True)
     ]
     for driver in drivers:
@@ -93,7 +93,7 @@ async def test_hits_and_misses_give_the_same_tokens(pair, law):
             assert left.token_ids.tolist() == right.token_ids.tolist()
             assert np.abs(left.weights.astype(int) - right.weights.astype(int)).max() <= 4
     num_hits, num_misses = ahead.rounds("hit"), ahead.rounds("miss")
-    print(f"{law}: {num_hits:.0f} hits, {num_misses:.0f} misses")
+    print(f"{filters}: {num_hits:.0f} hits, {num_misses:.0f} misses")
     assert num_hits >= 3
     assert ahead.rounds("extended") == 0
     for engine in (ahead, plain, *verifiers):
@@ -106,7 +106,9 @@ async def test_a_draft_equal_to_the_target_is_always_accepted_and_nearly_always_
     """At T = 1 with the whole law as support, p = q up to the rounding of 16-bit weights."""
     target, _ = pair
     ahead, verifier = _PatientDraft(_load(target), support_coverage=1.0), Verifier(_load(target))
-    driver = RoundDriver("s", [5, 6, 7], ahead, verifier, law=LawParams(temperature=temperature), mode=mode, seed=9)
+    driver = RoundDriver(
+        "s", [5, 6, 7], ahead, verifier, filters=SamplingFilters(temperature=temperature), mode=mode, seed=9
+    )
     while len(driver.output) < 2 * NUM_TOKENS:
         await driver.run_round(GAMMA)
     num_accepted = sum(decision.num_accepted for decision in driver.decisions)
@@ -127,7 +129,13 @@ async def test_sessions_that_come_as_they_like_emit_what_they_emit_without_pre_d
         proposer, verifier = Proposer(worker, predraft=policy), Verifier(_load(target))
         drivers = [
             RoundDriver(
-                f"s{n}", list(range(3, 12 + 9 * n)), proposer, verifier, law=LAWS["law"][1], mode=LAWS["law"][0], seed=n
+                f"s{n}",
+                list(range(3, 12 + 9 * n)),
+                proposer,
+                verifier,
+                filters=LAWS["law"][1],
+                mode=LAWS["law"][0],
+                seed=n,
             )
             for n in range(4)
         ]

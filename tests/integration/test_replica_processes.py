@@ -23,10 +23,10 @@ from specdec.core.chain import chain_hash
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry
-from specdec.types import DrawRule, LawParams, ProposeRequest, Round, VerifyRequest
-from tests.redis_fixture import redis_server, redis_url
-from tests.tiny_architectures import build_tiny_architecture
-from tests.tiny_models import build_tiny_model
+from specdec.types import DrawRule, ProposeRequest, SamplingFilters, SessionPosition, VerifyRequest
+from tests.support.redis_fixture import redis_server, redis_url
+from tests.support.tiny_architectures import build_tiny_architecture
+from tests.support.tiny_models import build_tiny_model
 
 __all__ = ["redis_server", "redis_url"]
 
@@ -70,20 +70,20 @@ async def running(service: str, *flags: str) -> AsyncIterator[tuple[Process, str
         await process.communicate()
 
 
-def first_round(session_id: str) -> Round:
+def first_round(session_id: str) -> SessionPosition:
     token_ids = np.arange(5, 12, dtype=np.uint32)
-    return Round(
+    return SessionPosition(
         session_id=session_id,
         epoch=1,
         round_id=1,
         start=0,
         prefix_hash=chain_hash([]),
         token_ids=token_ids,
-        law=LawParams(),
+        filters=SamplingFilters(),
         seed=1,
         turn=1,
         output_start=len(token_ids),
-        draw_rule=DrawRule.LAW,
+        draw_rule=DrawRule.DISTRIBUTION,
     )
 
 

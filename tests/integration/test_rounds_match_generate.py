@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
-from specdec.engine.compiled import CompileOptions, row_counts
-from specdec.engine.hf_adapter import load_worker
-from specdec.types import LawParams, Mode
+from specdec.engine.compiled.steps import CompileOptions, row_counts
+from specdec.engine.loader import load_worker
+from specdec.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
-from tests.captured_rig import CountedCapture
-from tests.round_driver import RoundDriver
-from tests.tiny_models import build_tiny_pair
+from tests.support.captured_rig import CountedCapture
+from tests.support.round_driver import RoundDriver
+from tests.support.tiny_models import build_tiny_pair
 
 NUM_TOKENS = 28
 NUM_PROMPTS = 6
@@ -132,7 +132,9 @@ async def test_a_draft_equal_to_the_target_is_accepted_also_after_it_lost_its_se
     """At T = 1 with the whole law as support, p = q up to the rounding of 16-bit weights."""
     same = [load_worker(str(pair.target), device="cpu", dtype="float32", num_kv_blocks=64) for _ in range(2)]
     proposer, verifier = Proposer(same[0], support_coverage=1.0), Verifier(same[1])
-    driver = RoundDriver("s", [5, 6, 7], proposer, verifier, law=LawParams(temperature=1.0), mode=mode, seed=9)
+    driver = RoundDriver(
+        "s", [5, 6, 7], proposer, verifier, filters=SamplingFilters(temperature=1.0), mode=mode, seed=9
+    )
     await driver.generate(60, gamma=4)
     await proposer.release(["s"])
     await driver.generate(120, gamma=4)

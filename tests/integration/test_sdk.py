@@ -10,7 +10,7 @@ import pytest
 from specdec.client import AsyncClient, Client
 from specdec.errors import InvalidRequest, NotFound, SessionLost
 from specdec.types import TokenSource
-from tests.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator, text_of
+from tests.support.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator, text_of
 
 GREEDY = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "gamma": 3}
 

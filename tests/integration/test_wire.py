@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.zipf import EXPONENT, ZipfWorker
-from specdec.engine.simulated_text import VOCABULARY_SIZE
+from specdec.engine.simulated.text import VOCABULARY_SIZE
 from specdec.types import TokenSource
-from tests.coordinator_rig import write_tokenizer
-from tests.model_stack import ModelStack
+from tests.support.coordinator_rig import write_tokenizer
+from tests.support.model_stack import ModelStack
 
 SUPPORT = 64
 GAMMA = 4

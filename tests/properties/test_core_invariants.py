@@ -10,13 +10,13 @@ from hypothesis.extra import numpy as npst
 
 from specdec.core.block import acceptance_levels, verify_block
 from specdec.core.chain import ChainHasher, chain_hash
-from specdec.core.filters import filtered_law
+from specdec.core.filters import filtered_distribution
 from specdec.core.random import DrawKey
 from specdec.core.rejection import verify_rejection
-from specdec.core.sparse import cut_support, draw_from_support, law_row
-from specdec.engine.laws import likeliest
-from specdec.engine.sampling import LawContext, filtered_laws
-from specdec.types import LAW_TOTAL, LawParams, TokenSource
+from specdec.core.sparse import cut_support, distribution_row, draw_from_support
+from specdec.engine.logits.filters import likeliest
+from specdec.engine.logits.rows import FilterContext, filtered_distributions
+from specdec.types import WEIGHT_TOTAL, SamplingFilters, TokenSource
 
 QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -53,12 +53,12 @@ def test_supports_are_ascending_positive_and_hold_what_is_drawn(law, s_max, cove
 @given(law=laws(30), ids=st.sets(st.integers(0, 29)), uniform=uniforms)
 def test_rows_sum_to_the_total_and_have_a_z_exactly_when_there_is_a_rest(law, ids, uniform) -> None:
     support_ids = np.array(sorted(ids), dtype=np.uint32)
-    row = law_row(law, support_ids, uniform)
+    row = distribution_row(law, support_ids, uniform)
     assert row.weights.dtype == np.uint32
-    assert row.weights.sum(dtype=np.int64) == LAW_TOTAL
+    assert row.weights.sum(dtype=np.int64) == WEIGHT_TOTAL
     assert len(row.weights) == len(ids) + 1
     assert (row.weights[-1] > 0) == (row.tail_token_id >= 0)
-    np.testing.assert_allclose(row.weights[:-1] / LAW_TOTAL, law[support_ids], rtol=0, atol=31 / LAW_TOTAL)
+    np.testing.assert_allclose(row.weights[:-1] / WEIGHT_TOTAL, law[support_ids], rtol=0, atol=31 / WEIGHT_TOTAL)
     if row.tail_token_id >= 0:
         assert row.tail_token_id not in ids
         assert row.tail_probability == law[row.tail_token_id] > 0
@@ -71,7 +71,7 @@ def test_decisions_keep_a_prefix_of_the_draft_and_add_one_token(q, p, key) -> No
     drafts = [draw_from_support(support, key, index) for index, support in enumerate(supports)]
     ids = [*(support.token_ids for support in supports), np.empty(0, dtype=np.uint32)]
     rows = [
-        law_row(law, support_ids, uniform)
+        distribution_row(law, support_ids, uniform)
         for law, support_ids, uniform in zip(p, ids, key.tail_uniforms(len(drafts)), strict=False)
     ]
     shares, levels = acceptance_levels(drafts, supports, rows)
@@ -121,7 +121,7 @@ def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
 @given(
     logits=npst.arrays(np.float32, 24, elements=st.floats(-30, 30, width=16)),
     law=st.builds(
-        LawParams,
+        SamplingFilters,
         temperature=st.floats(0.125, 4.0),
         top_k=st.integers(0, 30),
         top_p=st.floats(0.01, 1.0),
@@ -133,8 +133,10 @@ def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
     history=st.lists(st.integers(0, 23), max_size=12),
 )
 def test_laws_are_laws_and_both_twins_agree(logits, law, history) -> None:
-    reference = filtered_law(logits, law, history, len(history) // 2)
-    twin = filtered_laws(torch.tensor(logits[None]), [LawContext(law, history, len(history) // 2)])[0].numpy()
+    reference = filtered_distribution(logits, law, history, len(history) // 2)
+    twin = filtered_distributions(torch.tensor(logits[None]), [FilterContext(law, history, len(history) // 2)])[
+        0
+    ].numpy()
     for values in (reference, twin):
         assert abs(values.sum() - 1.0) < 1e-12
         assert (values >= 0).all()

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from specdec.core.block import verify_block
 from specdec.core.random import DrawKey
 from specdec.core.rejection import verify_rejection
-from specdec.core.sparse import cut_support, draw_from_support, law_row
+from specdec.core.sparse import cut_support, distribution_row, draw_from_support
 from specdec.errors import Internal
 from specdec.rpc import replies
 from specdec.types import (
-    LAW_TOTAL,
+    WEIGHT_TOTAL,
     DrawRule,
-    LawParams,
     Proposal,
     ProposeRequest,
-    Round,
+    SamplingFilters,
+    SessionPosition,
     Verification,
     VerifyRequest,
 )
@@ -46,15 +46,17 @@ class Exchange:
 
     def __init__(self, seed: int, num_draft_tokens: int, *, is_greedy: bool) -> None:
         generator = np.random.default_rng(seed)
-        law = LawParams(temperature=0.0 if is_greedy else 1.0)
-        round_ = Round("session", 1, 1, 0, b"", np.array([3], np.uint32), law, 1, 0, 0, DrawRule.LAW)
+        filters = SamplingFilters(temperature=0.0 if is_greedy else 1.0)
+        round_ = SessionPosition(
+            "session", 1, 1, 0, b"", np.array([3], np.uint32), filters, 1, 0, 0, DrawRule.DISTRIBUTION
+        )
         laws = generator.dirichlet(np.full(VOCABULARY_SIZE, 0.3), size=(2, num_draft_tokens + 1))
         supports = [cut_support(laws[0, index], 8)[0] for index in range(num_draft_tokens)]
         key = DrawKey(seed, 0, 1)
         self.drafted = [draw_from_support(support, key, index) for index, support in enumerate(supports)]
         ids = [support.token_ids for support in supports]
         token_ids = np.array(self.drafted, np.uint32)
-        rows = tuple(law_row(laws[1, index], on, 0.5) for index, on in enumerate([*ids, NO_IDS]))
+        rows = tuple(distribution_row(laws[1, index], on, 0.5) for index, on in enumerate([*ids, NO_IDS]))
         choices = NO_IDS if not is_greedy else np.append(token_ids, np.uint32(1))
         self.propose = ProposeRequest(round_, max(1, num_draft_tokens))
         self.verify = VerifyRequest(round_, token_ids, () if is_greedy else tuple(ids))
@@ -127,7 +129,7 @@ def test_a_damaged_verification_is_refused_alone_or_decides_the_round(
         assert len(answer.choice_token_ids) == len(exchange.drafted) + 1
         return
     assert len(answer.rows) == len(exchange.drafted) + 1
-    assert all(row.weights.sum(dtype=np.int64) == LAW_TOTAL for row in answer.rows)
+    assert all(row.weights.sum(dtype=np.int64) == WEIGHT_TOTAL for row in answer.rows)
     for verify in (verify_rejection, verify_block):
         decision = verify(exchange.drafted, exchange.proposal.supports, answer.rows, DrawKey(1, 0, 1))
         assert min(decision.token_ids) >= 0

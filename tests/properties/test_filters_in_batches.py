@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.core.filters import filtered_law
-from specdec.engine.laws import LawContext, filtered_laws
+from specdec.core.filters import filtered_distribution
+from specdec.engine.logits.filters import FilterContext, filtered_distributions
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
-from specdec.types import LAW_TOTAL, LawParams, VerifyRequest
+from specdec.types import WEIGHT_TOTAL, SamplingFilters, VerifyRequest
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
-from tests.round_driver import make_round
-from tests.table_worker import TableWorker
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
 
 #: Below, at and above the number of candidates that a cut looks at first.
 _SIZES = (3, 511, 512, 513, 1200, 9000)
@@ -26,9 +26,9 @@ _MOST = 2**32 - 1
 
 
 @st.composite
-def _params(draw: st.DrawFn, num_tokens: int) -> LawParams:
+def _params(draw: st.DrawFn, num_tokens: int) -> SamplingFilters:
     off_by_few = st.integers(-2, 2).map(lambda offset: max(0, num_tokens + offset))
-    return LawParams(
+    return SamplingFilters(
         temperature=draw(st.sampled_from([0.0, 0.05, 0.7, 1.0, 3.0, 1e4, 1e30])),
         top_k=draw(st.one_of(st.sampled_from([0, 1, 2, 511, 512, 513, _MOST]), off_by_few)),
         top_p=draw(st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0 - 2.0**-24, 1.0 - 1e-9, 1.0])),
@@ -37,7 +37,7 @@ def _params(draw: st.DrawFn, num_tokens: int) -> LawParams:
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[np.ndarray, list[LawParams]]:
+def _cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingFilters]]:
     """float32 [R, V] logits of several kinds, and R params."""
     num_tokens = draw(st.sampled_from(_SIZES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -57,12 +57,12 @@ def _cases(draw: st.DrawFn) -> tuple[np.ndarray, list[LawParams]]:
 
 @settings(deadline=None, max_examples=150)
 @given(_cases())
-def test_filters_in_batches_are_the_reference(case: tuple[np.ndarray, list[LawParams]]) -> None:
+def test_filters_in_batches_are_the_reference(case: tuple[np.ndarray, list[SamplingFilters]]) -> None:
     logits, params = case
-    contexts = [LawContext(law, (), 0) for law in params]
-    batched = filtered_laws(torch.from_numpy(logits), contexts).numpy()
+    contexts = [FilterContext(law, (), 0) for law in params]
+    batched = filtered_distributions(torch.from_numpy(logits), contexts).numpy()
     for row, law in enumerate(params):
-        expected = filtered_law(logits[row], law, (), 0)
+        expected = filtered_distribution(logits[row], law, (), 0)
         np.testing.assert_allclose(batched[row], expected, rtol=1e-9, atol=1e-15, err_msg=str(law))
         assert np.array_equal(batched[row] > 0, expected > 0), law
 
@@ -76,7 +76,7 @@ async def test_a_replica_that_is_asked_directly_keeps_every_token_that_top_k_kee
     servicer.add_to(server.grpc_server)
     await server.start()
     link = TargetLink(server.address)
-    law = LawParams(temperature=1.0, top_k=top_k, top_p=1.0)
+    law = SamplingFilters(temperature=1.0, top_k=top_k, top_p=1.0)
     tokens, all_ids = [3, 4, 5], np.arange(2000, dtype=np.uint32)
     try:
         answer = await link.verify(VerifyRequest(make_round(tokens, law=law), all_ids[7:8], (all_ids,)))
@@ -85,7 +85,7 @@ async def test_a_replica_that_is_asked_directly_keeps_every_token_that_top_k_kee
         await server.stop(None)
         await verifier.close()
     weights = answer.rows[0].weights
-    assert weights.sum() == LAW_TOTAL
-    expected = filtered_law(worker.logits_after(tokens), law, tokens, len(tokens))
-    np.testing.assert_allclose(weights[:-1] / LAW_TOTAL, expected, atol=2e-9)
+    assert weights.sum() == WEIGHT_TOTAL
+    expected = filtered_distribution(worker.logits_after(tokens), law, tokens, len(tokens))
+    np.testing.assert_allclose(weights[:-1] / WEIGHT_TOTAL, expected, atol=2e-9)
     assert np.count_nonzero(weights[:-1]) >= np.count_nonzero(expected > 1e-6) > 512

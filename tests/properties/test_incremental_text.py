@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.detokenizer import IncrementalDetokenizer
-from coordinator.tokenizer import ServedTokenizer
+from coordinator.text.detokenizer import IncrementalDetokenizer
+from coordinator.text.tokenizer import ServedTokenizer
 
 SPECIAL = "<|end|>"
 KINDS = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.scheduler import Scheduler, is_short
+from specdec.engine.schedule.scheduler import Scheduler, is_short
 from specdec.types import BLOCK_TOKENS
 
 #: Of the budget: what the fit of a device without noise may be off by.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.step_times import StepLoad, StepTimes
-from specdec.engine.watchdog import PATIENCE_FACTOR, PATIENCE_S
+from specdec.engine.loop.watchdog import PATIENCE_FACTOR, PATIENCE_S
+from specdec.engine.schedule.step_times import StepLoad, StepTimes
 
 
 class Device(NamedTuple):

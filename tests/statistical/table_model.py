@@ -19,9 +19,9 @@ import torch
 
 from specdec.core import block, rejection
 from specdec.core.coupling import verify_choices
-from specdec.core.filters import filtered_law
-from specdec.engine.sampling import LawContext, cut_supports, filtered_laws, law_rows
-from specdec.types import LAW_TOTAL, LawParams, LawRow, Support
+from specdec.core.filters import filtered_distribution
+from specdec.engine.logits.rows import FilterContext, cut_supports, distribution_rows, filtered_distributions
+from specdec.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 
 Path = tuple[int, ...]
 
@@ -54,7 +54,7 @@ class TableModel:
 class RoundTables:
     """Everything one round needs on a pair of table models, by drafted prefix of length 0..gamma."""
 
-    law: LawParams
+    law: SamplingFilters
     gamma: int
     vocabulary_size: int = 6
     seed: int = 0
@@ -70,7 +70,9 @@ class RoundTables:
 
     def _laws(self, model: TableModel) -> torch.Tensor:
         logits = torch.tensor(np.stack([model.logits(path) for path in self.paths]))
-        return filtered_laws(logits, [LawContext(self.law, self.history(path), OUTPUT_START) for path in self.paths])
+        return filtered_distributions(
+            logits, [FilterContext(self.filters, self.history(path), OUTPUT_START) for path in self.paths]
+        )
 
     def history(self, path: Path) -> Path:
         """What penalties see before the token after `path`: the draft tokens included."""
@@ -96,10 +98,10 @@ class RoundTables:
         return self.supports[path].token_ids if len(path) < self.gamma else NO_IDS
 
     @cached_property
-    def rows(self) -> dict[Path, LawRow]:
+    def rows(self) -> dict[Path, DistributionRow]:
         """Rows over the supports, and over nothing at the bonus position. Their z are of one arbitrary uniform."""
         ids = [self.support_ids(path) for path in self.paths]
-        rows = law_rows(torch.tensor(np.stack(list(self.p.values()))), ids, [0.5] * len(ids))
+        rows = distribution_rows(torch.tensor(np.stack(list(self.p.values()))), ids, [0.5] * len(ids))
         return dict(zip(self.paths, rows, strict=True))
 
     def drafting_law(self, path: Path) -> dict[int, float]:
@@ -140,7 +142,7 @@ class RoundTables:
         target = TableModel(self.vocabulary_size, self.seed)
         onward: dict[Path, np.ndarray] = {}
         for path in reversed(self.paths):
-            law = filtered_law(target.logits(path), self.law, HISTORY + path, OUTPUT_START)
+            law = filtered_distribution(target.logits(path), self.filters, HISTORY + path, OUTPUT_START)
             if len(path) < self.gamma:
                 law = np.stack([share * onward[(*path, token_id)] for token_id, share in enumerate(law)])
             onward[path] = law
@@ -160,8 +162,8 @@ class RoundTables:
 
 def rejection_law(
     tables: RoundTables,
-    bound: Callable[[int, Support, LawRow], int] = rejection.acceptance_bound,
-    residual: Callable[[Support, LawRow], np.ndarray] = rejection.residual_weights,
+    bound: Callable[[int, Support, DistributionRow], int] = rejection.acceptance_bound,
+    residual: Callable[[Support, DistributionRow], np.ndarray] = rejection.residual_weights,
 ) -> EmittedLaw:
     """Law of what a token-wise round emits; `bound` and `residual` are the shipped ones but in negative controls."""
     emitted: EmittedLaw = defaultdict(float)
@@ -176,7 +178,7 @@ def rejection_law(
             continue
         support, rejected = tables.supports[path], 0.0
         for token_id, share in tables.drafting_law(path).items():
-            accepted = bound(rejection.entry_of(token_id, support), support, row) / LAW_TOTAL
+            accepted = bound(rejection.entry_of(token_id, support), support, row) / WEIGHT_TOTAL
             reached[(*path, token_id)] = mass * share * accepted
             rejected += mass * share * (1.0 - accepted)
         _add(emitted, path, rejected * tables.final_law(path, residual(support, row)))
@@ -197,7 +199,7 @@ def block_law(tables: RoundTables) -> EmittedLaw:
             if num_accepted == tables.gamma:
                 weights = rows[-1].weights
             else:
-                weights = block.residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
+                weights = block.block_residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
             if mass * level > 0.0:
                 _add(emitted, path, mass * level * tables.final_law(path, weights))
             mass *= 1.0 - level

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.types import LAW_TOTAL, LawParams, LawRow, Support
+from specdec.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 from tests.statistical.table_model import (
     HISTORY,
     EmittedLaw,
@@ -36,10 +36,10 @@ FILTERS = {
     "min_new_tokens": {"min_new_tokens": 3, "end_token_ids": (2, 4)},
 }
 LAWS = {
-    f"T={temperature}, {name}": LawParams(temperature=temperature, **values)
+    f"T={temperature}, {name}": SamplingFilters(temperature=temperature, **values)
     for temperature in (0.7, 1.0)
     for name, values in FILTERS.items()
-} | {"greedy": LawParams(temperature=0.0)}
+} | {"greedy": SamplingFilters(temperature=0.0)}
 
 MODES: dict[str, Callable[[RoundTables], EmittedLaw]] = {
     "rejection": rejection_law,
@@ -60,7 +60,7 @@ def test_a_round_of_every_mode_follows_the_targets_law(name: str, gamma: int) ->
 
 @pytest.mark.parametrize(("s_max", "coverage"), [(1, 0.99), (2, 0.5), (6, 1.0)])
 def test_any_cut_of_the_draft_is_exact(s_max: int, coverage: float) -> None:
-    tables = RoundTables(LawParams(), 2, s_max=s_max, coverage=coverage)
+    tables = RoundTables(SamplingFilters(), 2, s_max=s_max, coverage=coverage)
     for round_law in MODES.values():
         assert tables.distance(round_law(tables)) < TOLERANCE
 
@@ -76,24 +76,24 @@ def test_rounds_on_other_tables_follow_the_targets_law(name: str, seed: int) -> 
 
 
 def test_block_verification_accepts_more_than_token_by_token() -> None:
-    tables = RoundTables(LawParams(), 3, s_max=6, coverage=1.0)
+    tables = RoundTables(SamplingFilters(), 3, s_max=6, coverage=1.0)
     token_wise, block_wise = (
         sum(len(path) * mass for path, mass in round_law(tables).items()) for round_law in (rejection_law, block_law)
     )
     assert block_wise > token_wise + 0.01
 
 
-def always_accept(entry: int, support: Support, row: LawRow) -> int:
-    return LAW_TOTAL
+def always_accept(entry: int, support: Support, row: DistributionRow) -> int:
+    return WEIGHT_TOTAL
 
 
-def swap_p_and_q(entry: int, support: Support, row: LawRow) -> int:
+def swap_p_and_q(entry: int, support: Support, row: DistributionRow) -> int:
     total = int(support.weights.sum(dtype=np.int64))
-    weight, target = int(support.weights[entry]) * LAW_TOTAL, int(row.weights[entry]) * total
-    return min(LAW_TOTAL, weight * LAW_TOTAL // target)
+    weight, target = int(support.weights[entry]) * WEIGHT_TOTAL, int(row.weights[entry]) * total
+    return min(WEIGHT_TOTAL, weight * WEIGHT_TOTAL // target)
 
 
-def no_residual(support: Support, row: LawRow) -> np.ndarray:
+def no_residual(support: Support, row: DistributionRow) -> np.ndarray:
     return row.weights
 
 
@@ -101,7 +101,7 @@ def no_residual(support: Support, row: LawRow) -> np.ndarray:
     "faults", [{"bound": always_accept}, {"bound": swap_p_and_q}, {"residual": no_residual}], ids=lambda f: str(list(f))
 )
 def test_faults_of_the_decision_are_seen(faults: dict) -> None:
-    tables = RoundTables(LawParams(temperature=0.7), 2)
+    tables = RoundTables(SamplingFilters(temperature=0.7), 2)
     assert tables.distance(rejection_law(tables)) < TOLERANCE
     assert tables.distance(rejection_law(tables, **faults)) > 0.01
 
@@ -119,9 +119,9 @@ class TruncatedAfterSampling(RoundTables):
 
 @pytest.mark.parametrize("round_law", [rejection_law, block_law])
 def test_truncating_after_sampling_is_seen(round_law: Callable[[RoundTables], EmittedLaw]) -> None:
-    honest = RoundTables(LawParams(), 2, s_max=2)
+    honest = RoundTables(SamplingFilters(), 2, s_max=2)
     assert honest.distance(round_law(honest)) < TOLERANCE
-    tables = TruncatedAfterSampling(LawParams(), 2, s_max=2)
+    tables = TruncatedAfterSampling(SamplingFilters(), 2, s_max=2)
     assert tables.distance(round_law(tables)) > 0.01
 
 
@@ -132,7 +132,7 @@ def test_a_target_law_rounded_to_half_precision_is_seen(mode: str, dtype: torch.
         laws = laws.to(dtype).to(torch.float64)
         return laws / laws.sum(dim=-1, keepdim=True)
 
-    tables = RoundTables(LawParams(), 2, change_p=rounded)
+    tables = RoundTables(SamplingFilters(), 2, change_p=rounded)
     assert tables.distance(MODES[mode](tables)) > 100 * TOLERANCE
 
 

@@ -19,9 +19,9 @@ from specdec.core.coupling import coupled_choice, verify_choices
 from specdec.core.expectation import coupled_acceptance_probability
 from specdec.core.random import DrawKey, Stream
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.core.sparse import cut_support, draw_from_support, law_row
-from specdec.engine.sampling import coupled_choices, law_rows
-from specdec.types import LawParams
+from specdec.core.sparse import cut_support, distribution_row, draw_from_support
+from specdec.engine.logits.rows import coupled_choices, distribution_rows
+from specdec.types import SamplingFilters
 from tests.statistical.table_model import NO_IDS, Path, RoundTables
 
 FALSE_ALARM_RATE = 1e-6
@@ -60,8 +60,8 @@ def test_z_owns_the_share_of_the_unit_interval_that_p_gives_it(size: int) -> Non
     reach = np.cumsum(outside) / outside.sum()
     for token_id in np.flatnonzero(outside)[:: max(1, size // 20)]:
         for draw in (
-            lambda uniform: law_row(law, ids, uniform).tail_token_id,
-            lambda uniform: law_rows(torch.tensor(law[None]), [ids], [uniform])[0].tail_token_id,
+            lambda uniform: distribution_row(law, ids, uniform).tail_token_id,
+            lambda uniform: distribution_rows(torch.tensor(law[None]), [ids], [uniform])[0].tail_token_id,
         ):
             low, high = 0.0, 1.0
             for _ in range(40):
@@ -116,7 +116,7 @@ def run_session(
         supports = [tables.supports[prefix] for prefix in prefixes[:-1]]
         ids = [*(support.token_ids for support in supports), NO_IDS]
         rows = [
-            law_row(tables.p[prefix], support_ids, uniform)
+            distribution_row(tables.p[prefix], support_ids, uniform)
             for prefix, support_ids, uniform in zip(prefixes, ids, key.tail_uniforms(len(draft)), strict=True)
         ]
         path += verify(draft, supports, rows, key).token_ids
@@ -131,7 +131,7 @@ def session_p_value(tables: RoundTables, verify: Callable[..., Decision], make_k
 
 
 def session_tables(s_max: int) -> RoundTables:
-    return RoundTables(LawParams(), gamma=NUM_TOKENS - 1, vocabulary_size=4, s_max=s_max)
+    return RoundTables(SamplingFilters(), gamma=NUM_TOKENS - 1, vocabulary_size=4, s_max=s_max)
 
 
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
@@ -147,7 +147,7 @@ def test_block_rounds_keyed_by_position_alone_are_seen() -> None:
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_sessions_on_other_tables_follow_the_targets_joint_law(verify: Callable[..., Decision], seed: int) -> None:
-    tables = RoundTables(LawParams(min_p=0.02), NUM_TOKENS - 1, 5, seed, s_max=3)
+    tables = RoundTables(SamplingFilters(min_p=0.02), NUM_TOKENS - 1, 5, seed, s_max=3)
     assert session_p_value(tables, verify) > FALSE_ALARM_RATE
 
 

@@ -12,7 +12,7 @@ import pytest
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.errors import InvalidRequest
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
-from tests.tiny_models import build_tiny_model
+from tests.support.tiny_models import build_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 It lays weights out as the kernels read them and a plan as the arrays they take (`layout.h`); what a step computes
 stands in `step.cpp`. Only Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fits`). Called
-by `engine.hf_adapter`.
+by `engine.loader`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
-from specdec.engine.batch import AttentionKind
-from specdec.engine.kv_cache import KvCache
-from specdec.engine.llama_stack import LlamaStack
+from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.kv_cache import KvCache
+from specdec.engine.model.llama_stack import LlamaStack
 from specdec.types import BLOCK_TOKENS
 
 _LARGEST_INT8 = 127

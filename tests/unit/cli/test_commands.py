@@ -12,7 +12,7 @@ import pytest
 from specdec.cli.__main__ import run
 from specdec.errors import InvalidRequest, NotFound, SessionLost, Unsupported
 from specdec.v1 import coordinator_pb2 as pb
-from tests.scripted_coordinator import Script, ScriptedCoordinator, finished, serve, started, tokens
+from tests.support.scripted_coordinator import Script, ScriptedCoordinator, finished, serve, started, tokens
 
 Serve = Callable[..., tuple[ScriptedCoordinator, dict[str, str]]]
 

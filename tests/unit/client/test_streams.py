@@ -24,7 +24,7 @@ from specdec.errors import (
 )
 from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2 as pb
-from tests.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens
+from tests.support.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens
 
 QUICK = Budgets(connect_s=5.0, resume_s=5.0)
 Run = Callable[[list[Script]], tuple[ScriptedCoordinator, list[Chunk], Completion]]

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from coordinator.commits import CommitQueue
+from coordinator.generation.commits import CommitQueue
 from specdec.errors import LeaseLost
 from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, Lease

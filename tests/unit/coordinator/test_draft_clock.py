@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.draft_clock import DEADLINE_MULTIPLE, LEAST_DEADLINE_S, DraftClock
+from coordinator.round.draft_clock import DEADLINE_MULTIPLE, LEAST_DEADLINE_S, DraftClock
 
 GAMMA = 4
 

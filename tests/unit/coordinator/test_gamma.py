@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from coordinator.gamma import (
+from coordinator.round.gamma import (
     FIRST_GAMMA,
     LEAST_TOKENS_PER_PROBE,
     MOST_TOKENS_PER_PROBE,

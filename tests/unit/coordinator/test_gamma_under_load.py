@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from coordinator.gamma import GammaChooser, PoolRecord, RoundTimes
+from coordinator.round.gamma import GammaChooser, PoolRecord, RoundTimes
 
 MAX_GAMMA = 16
 NUM_TOKENS = 8_000

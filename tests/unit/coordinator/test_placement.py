@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from coordinator.placement import Placement, SessionReplicas, choose_replica
-from coordinator.pool import TARGET, ReplicaPools, TargetReplica
+from coordinator.replicas.placement import Placement, SessionReplicas, choose_replica
+from coordinator.replicas.pool import TARGET, ReplicaPools, TargetReplica
 from specdec.errors import NotFound, Unavailable
 from specdec.rpc.client import TargetLink
 from specdec.types import EngineInfo
-from tests.coordinator_rig import Rig
+from tests.support.coordinator_rig import Rig
 
 
 def make_replica(address: str, *, num_sessions: int = 0, draining: bool = False) -> TargetReplica:

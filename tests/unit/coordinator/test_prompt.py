@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.requests import ChatTurn, GenerationRequest, SpeculationChoice
-from coordinator.tokenizer import ServedTokenizer
+from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
+from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest
 from specdec.types import Mode, SamplingParams
-from tests.coordinator_rig import write_tokenizer
+from tests.support.coordinator_rig import write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w2"
 NOTHING = np.empty(0, np.uint32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from coordinator.recovery import (
+from coordinator.generation.request_log import (
     decode_parameters,
     decode_stats,
     encode_parameters,
@@ -12,12 +12,12 @@ from coordinator.recovery import (
     identity_of,
     record_of,
 )
-from coordinator.requests import GenerationIdentity, GenerationStats, RequestParameters, SpeculationChoice
-from specdec.types import LawParams, Mode, SamplingParams
+from coordinator.requests import GenerationIdentity, RequestParameters, RequestStats, SpeculationChoice
+from specdec.types import Mode, SamplingFilters, SamplingParams
 
 
 def parameters() -> RequestParameters:
-    law = LawParams(
+    filters = SamplingFilters(
         temperature=0.7 + 1e-12,
         top_p=0.9,
         top_k=7,
@@ -31,7 +31,7 @@ def parameters() -> RequestParameters:
     )
     sampling = SamplingParams(
         max_new_tokens=99,
-        law=law,
+        filters=filters,
         seed=2**64 - 1,
         stop=("a", "é\n"),
         stop_token_ids=(5,),
@@ -43,14 +43,14 @@ def parameters() -> RequestParameters:
 
 def test_parameters_survive_the_store_bit_for_bit() -> None:
     stored = decode_parameters(encode_parameters(parameters()))
-    assert dict(stored.sampling.law.logit_bias) == dict(parameters().sampling.law.logit_bias)
+    assert dict(stored.sampling.filters.logit_bias) == dict(parameters().sampling.filters.logit_bias)
     assert stored == parameters()
 
 
 def test_statistics_survive_the_store_and_missing_counters_are_zero() -> None:
-    stats = GenerationStats(num_rounds=3, accepted_per_position=[2, 1], ttft_s=0.25, wire_bytes=2**40)
+    stats = RequestStats(num_rounds=3, accepted_per_position=[2, 1], ttft_s=0.25, wire_bytes=2**40)
     assert decode_stats(encode_stats(stats)) == stats
-    assert decode_stats("{}") == GenerationStats()
+    assert decode_stats("{}") == RequestStats()
 
 
 def test_an_identity_survives_the_store() -> None:

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.detokenizer import IncrementalDetokenizer
-from coordinator.tokenizer import ServedTokenizer
+from coordinator.text.detokenizer import IncrementalDetokenizer
+from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 
@@ -100,8 +100,8 @@ def test_a_directory_without_a_readable_tokenizer_is_refused_in_one_line(tmp_pat
 def test_encoding_chatting_and_streaming_text_load_no_torch(tmp_path: Path) -> None:
     program = f"""
 import sys
-from coordinator.detokenizer import IncrementalDetokenizer
-from coordinator.tokenizer import ServedTokenizer
+from coordinator.text.detokenizer import IncrementalDetokenizer
+from coordinator.text.tokenizer import ServedTokenizer
 tokenizer = ServedTokenizer({str(save(tmp_path))!r})
 token_ids = tokenizer.encode_chat([dict(role="user", content="hello world")])
 detokenizer = IncrementalDetokenizer(tokenizer, ("nothing",))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.validation import ServingLimits, validate_request, validate_session_id
+from coordinator.front.validation import ServingLimits, validate_request, validate_session_id
 from specdec.errors import InvalidRequest
-from specdec.types import LawParams, Mode
+from specdec.types import Mode, SamplingFilters
 from specdec.v1 import coordinator_pb2 as pb
 
 LIMITS = ServingLimits(
@@ -96,7 +96,7 @@ def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at()
 def test_an_empty_sampling_message_means_the_documented_defaults() -> None:
     request = validate_request(pb.GenerateRequest(prompt="hello"), LIMITS)
     assert request.text == "hello"
-    assert request.sampling.law == LawParams()
+    assert request.sampling.filters == SamplingFilters()
     assert request.sampling.num_logprobs is None
     assert not request.is_seeded
     assert request.speculation.mode is Mode.BLOCK
@@ -124,10 +124,10 @@ def test_set_fields_arrive_as_they_were_set() -> None:
     )
     assert request.token_ids is not None
     assert request.token_ids.tolist() == [7, 8]
-    assert request.sampling.law.is_greedy
-    assert request.sampling.law.top_k == 5
-    assert dict(request.sampling.law.logit_bias) == {3: -2.0}
-    assert request.sampling.law.end_token_ids == (1, 2, 9)
+    assert request.sampling.filters.is_greedy
+    assert request.sampling.filters.top_k == 5
+    assert dict(request.sampling.filters.logit_bias) == {3: -2.0}
+    assert request.sampling.filters.end_token_ids == (1, 2, 9)
     assert request.sampling.seed == 2**64 - 1
     assert request.is_seeded
     assert request.sampling.num_logprobs == 0
@@ -136,7 +136,7 @@ def test_set_fields_arrive_as_they_were_set() -> None:
 
 
 def test_top_k_beyond_the_vocabulary_is_off() -> None:
-    assert validate_request(sampling(top_k=100), LIMITS).sampling.law.top_k == 0
+    assert validate_request(sampling(top_k=100), LIMITS).sampling.filters.top_k == 0
 
 
 def test_a_retry_has_the_same_digest_and_another_request_has_not() -> None:

@@ -15,9 +15,9 @@ from specdec.core.expectation import (
 )
 from specdec.core.random import DrawKey
 from specdec.core.rejection import acceptance_bound, entry_of, verify_rejection
-from specdec.core.sparse import law_row
+from specdec.core.sparse import distribution_row
 from specdec.errors import Internal
-from specdec.types import LAW_TOTAL, LawRow, Support, TokenSource
+from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenSource
 
 KEY = DrawKey(seed=1, turn=0, committed_len=10)
 
@@ -27,8 +27,8 @@ def support(**weights: int) -> Support:
     return Support(np.array(ids, dtype=np.uint32), np.array(list(weights.values()), dtype=np.uint16))
 
 
-def row(*weights: float, z: int = -1, p_z: float = 0.0) -> LawRow:
-    return LawRow((np.array(weights) * LAW_TOTAL).astype(np.uint32), z, p_z)
+def row(*weights: float, z: int = -1, p_z: float = 0.0) -> DistributionRow:
+    return DistributionRow((np.array(weights) * WEIGHT_TOTAL).astype(np.uint32), z, p_z)
 
 
 BONUS = row(1.0, z=9, p_z=0.5)
@@ -84,25 +84,27 @@ def test_the_acceptance_bound_is_the_rule_of_the_protocol_solved_for_u() -> None
     for _ in range(200):
         weights = rng.integers(1, 65536, 4)
         draft = Support(np.arange(4, dtype=np.uint32), weights.astype(np.uint16))
-        target = law_row(rng.dirichlet(np.ones(6)), np.arange(4), 0.5)
+        target = distribution_row(rng.dirichlet(np.ones(6)), np.arange(4), 0.5)
         entry = entry_of(2, draft)
         bound = acceptance_bound(entry, draft, target)
-        for u in (0, bound - 1, bound, LAW_TOTAL - 1):
-            if 0 <= u < LAW_TOTAL:
+        for u in (0, bound - 1, bound, WEIGHT_TOTAL - 1):
+            if 0 <= u < WEIGHT_TOTAL:
                 rule = u * int(weights[2]) < int(target.weights[2]) * int(weights.sum())
                 assert (u < bound) == rule
 
 
 def test_the_residual_of_equal_laws_is_the_law() -> None:
     weights = rejection.residual_weights(support(t1=1, t2=3), row(0.25, 0.75, 0.0))
-    assert weights.tolist() == [LAW_TOTAL // 4, 3 * LAW_TOTAL // 4, 0]
+    assert weights.tolist() == [WEIGHT_TOTAL // 4, 3 * WEIGHT_TOTAL // 4, 0]
 
 
 def test_residual_weights_of_the_widest_laws_fit_62_bits() -> None:
     size = 1 << 15
     wide = Support(np.arange(size, dtype=np.uint32), np.full(size, 65535, dtype=np.uint16))
-    weights = rejection.residual_weights(wide, LawRow(np.array([0] * size + [LAW_TOTAL], dtype=np.uint32), 40_000, 1.0))
-    assert weights[-1] == LAW_TOTAL * size * 65535
+    weights = rejection.residual_weights(
+        wide, DistributionRow(np.array([0] * size + [WEIGHT_TOTAL], dtype=np.uint32), 40_000, 1.0)
+    )
+    assert weights[-1] == WEIGHT_TOTAL * size * 65535
     assert 0 < int(weights.sum()) <= 1 << 62
 
 
@@ -119,7 +121,7 @@ def test_block_accepts_a_prefix_when_nothing_is_left_over_and_its_share_is_whole
     same = support(t1=1, t4=3)
     _, levels = acceptance_levels([1, 1], [same, same], [row(0.25, 0.75, 0.0)] * 2)
     assert levels == [1.0, 1.0]
-    assert block.residual_weights(1.0, same, row(0.25, 0.75, 0.0)).tolist() == [0.0, 0.0, 0.0]
+    assert block.block_residual_weights(1.0, same, row(0.25, 0.75, 0.0)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_choices_are_accepted_while_equal_and_the_targets_is_emitted() -> None:

@@ -18,7 +18,7 @@ from specdec.core.random import (
     philox4x32,
     seed_words,
 )
-from specdec.engine import sampling
+from specdec.engine.logits import rows as sampling
 
 ONES = 0xFFFFFFFF
 

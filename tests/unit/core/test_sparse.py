@@ -8,9 +8,9 @@ import torch
 
 from specdec.core.coupling import coupled_choice
 from specdec.core.random import DrawKey, gumbel_noise
-from specdec.core.sparse import cut_support, default_s_max, draw_from_support, integer_weights, law_row
-from specdec.engine.sampling import coupled_choices, coupled_scores, cut_supports, law_rows, logit_rows
-from specdec.types import LAW_TOTAL
+from specdec.core.sparse import cut_support, default_s_max, distribution_row, draw_from_support, integer_weights
+from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports, distribution_rows, logit_rows
+from specdec.types import WEIGHT_TOTAL
 
 
 def zipf(size: int, exponent: float, seed: int = 0) -> np.ndarray:
@@ -49,33 +49,33 @@ def test_a_one_hot_law_is_a_point_mass() -> None:
 
 
 def test_a_row_whose_support_holds_everything_has_no_rest_and_no_z() -> None:
-    row = law_row(np.array([0.5, 0.0, 1.0 / 3, 1.0 / 6]), [0, 2, 3], 0.5)
-    assert row.weights.tolist() == [LAW_TOTAL // 2, 715_827_883, 357_913_941, 0]
+    row = distribution_row(np.array([0.5, 0.0, 1.0 / 3, 1.0 / 6]), [0, 2, 3], 0.5)
+    assert row.weights.tolist() == [WEIGHT_TOTAL // 2, 715_827_883, 357_913_941, 0]
     assert (row.tail_token_id, row.tail_probability) == (-1, 0.0)
 
 
 def test_a_rest_too_small_for_the_integers_is_no_rest() -> None:
-    row = law_row(np.array([1.0 - 1e-12, 1e-12]), [0], 0.5)
-    assert row.weights.tolist() == [LAW_TOTAL, 0]
+    row = distribution_row(np.array([1.0 - 1e-12, 1e-12]), [0], 0.5)
+    assert row.weights.tolist() == [WEIGHT_TOTAL, 0]
     assert row.tail_token_id == -1
 
 
 def test_a_row_with_an_empty_support_is_a_draw_of_the_law() -> None:
-    row = law_row(np.array([0.25, 0.0, 0.75]), [], 0.3)
-    assert row.weights.tolist() == [LAW_TOTAL]
+    row = distribution_row(np.array([0.25, 0.0, 0.75]), [], 0.3)
+    assert row.weights.tolist() == [WEIGHT_TOTAL]
     assert (row.tail_token_id, row.tail_probability) == (2, 0.75)
 
 
 def test_a_support_without_target_mass_leaves_everything_to_the_rest() -> None:
-    row = law_row(np.array([0.0, 0.0, 1.0]), [0, 1], 0.999)
-    assert row.weights.tolist() == [0, 0, LAW_TOTAL]
+    row = distribution_row(np.array([0.0, 0.0, 1.0]), [0, 1], 0.999)
+    assert row.weights.tolist() == [0, 0, WEIGHT_TOTAL]
     assert (row.tail_token_id, row.tail_probability) == (2, 1.0)
 
 
 def test_the_remainder_of_rounding_goes_to_the_largest_entry() -> None:
     masses = np.full(40_000, 0.25 / 40_000)
     weights = integer_weights(masses, 0.75)
-    assert weights.sum(dtype=np.int64) == LAW_TOTAL
+    assert weights.sum(dtype=np.int64) == WEIGHT_TOTAL
     assert len(set(weights[:-1].tolist())) == 1
 
 
@@ -88,13 +88,13 @@ def test_torch_supports_and_rows_equal_the_reference(size: int) -> None:
     for s_max, coverage in ((4, 0.99), (64, 0.99), (size, 0.99), (size, 1.0)):
         supports = cut_supports(torch.tensor(laws), s_max, coverage)
         ids = [support.token_ids for support, _ in supports]
-        rows = law_rows(torch.tensor(laws), ids, uniforms)
+        rows = distribution_rows(torch.tensor(laws), ids, uniforms)
         for law, uniform, (support, lost), row in zip(laws, uniforms, supports, rows, strict=True):
             expected, expected_lost = cut_support(law, s_max, coverage)
             np.testing.assert_array_equal(support.token_ids, expected.token_ids)
             np.testing.assert_array_equal(support.weights, expected.weights)
             assert lost == pytest.approx(expected_lost, abs=1e-12)
-            expected_row = law_row(law, expected.token_ids, uniform)
+            expected_row = distribution_row(law, expected.token_ids, uniform)
             np.testing.assert_array_equal(row.weights, expected_row.weights)
             assert row.tail_token_id == expected_row.tail_token_id
             assert row.tail_probability == expected_row.tail_probability
@@ -103,9 +103,9 @@ def test_torch_supports_and_rows_equal_the_reference(size: int) -> None:
 def test_torch_bonus_rows_equal_the_reference_among_other_rows() -> None:
     laws = np.stack([zipf(700, 1.0, 1), zipf(700, 1.0, 2)])
     ids = [cut_support(laws[0], 8)[0].token_ids, np.empty(0, dtype=np.uint32)]
-    rows = law_rows(torch.tensor(laws), ids, [0.7, 0.9])
+    rows = distribution_rows(torch.tensor(laws), ids, [0.7, 0.9])
     for law, support_ids, uniform, row in zip(laws, ids, (0.7, 0.9), rows, strict=True):
-        expected = law_row(law, support_ids, uniform)
+        expected = distribution_row(law, support_ids, uniform)
         assert row.weights.tolist() == expected.weights.tolist()
         assert (row.tail_token_id, row.tail_probability) == (expected.tail_token_id, expected.tail_probability)
 

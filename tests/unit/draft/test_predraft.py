@@ -12,35 +12,35 @@ from draft_service.pace import MAX_FAN_OUT, Predraft
 from draft_service.proposer import Proposer
 from specdec.errors import Internal, KvMiss
 from specdec.observability.metrics import EngineMetrics
-from specdec.types import DrawRule, LawParams, Proposal, ProposeRequest, VerifyRequest
+from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, VerifyRequest
 from target_service.verifier import Verifier
-from tests.round_driver import make_round
-from tests.table_worker import TableWorker
-from tests.watched_worker import WatchedWorker
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
+from tests.support.watched_worker import WatchedWorker
 
 TOKENS = [3 + index * 7 % 20 for index in range(60)]
 GAMMA = 4
 PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}
 LAWS = {
-    "greedy": (LawParams(temperature=0.0), DrawRule.LAW),
-    "greedy, penalised": (LawParams(temperature=0.0, **PENALISED), DrawRule.LAW),
-    "coupled": (LawParams(temperature=0.9, **PENALISED), DrawRule.COUPLED),
-    "law": (LawParams(temperature=0.9, top_p=0.95, **PENALISED), DrawRule.LAW),
-    "law, few new tokens": (LawParams(min_new_tokens=6, end_token_ids=(1, 2, 5, 7)), DrawRule.LAW),
+    "greedy": (SamplingFilters(temperature=0.0), DrawRule.DISTRIBUTION),
+    "greedy, penalised": (SamplingFilters(temperature=0.0, **PENALISED), DrawRule.DISTRIBUTION),
+    "coupled": (SamplingFilters(temperature=0.9, **PENALISED), DrawRule.COUPLED),
+    "law": (SamplingFilters(temperature=0.9, top_p=0.95, **PENALISED), DrawRule.DISTRIBUTION),
+    "law, few new tokens": (SamplingFilters(min_new_tokens=6, end_token_ids=(1, 2, 5, 7)), DrawRule.DISTRIBUTION),
 }
 
 
 class _Replica:
     """A proposer that drafts ahead, one that does not, and the round both are asked for."""
 
-    def __init__(self, law: str = "greedy", **options) -> None:
+    def __init__(self, filters: str = "greedy", **options) -> None:
         self.table = TableWorker(**options)
         self.worker = WatchedWorker(self.table)
         self.metrics = EngineMetrics("table", role="draft")
         # A clock that stands still: no step takes any time, so branches are as wide as they may be.
         self.ahead = Proposer(self.worker, predraft=Predraft.ON, observer=self.metrics, clock=lambda: 0.0)
         self.plain = Proposer(TableWorker(**options), predraft=Predraft.OFF)
-        self.law, self.draw_rule = LAWS[law]
+        self.filters, self.draw_rule = LAWS[filters]
 
     async def __aenter__(self):
         return self
@@ -54,7 +54,7 @@ class _Replica:
         assert self.ahead.info().kv_usage == 0.0
 
     def request(self, tokens, *, gamma: int = GAMMA, **options) -> ProposeRequest:
-        options = {"law": self.law, "draw_rule": self.draw_rule, "seed": 7, "output_start": 20} | options
+        options = {"filters": self.filters, "draw_rule": self.draw_rule, "seed": 7, "output_start": 20} | options
         return ProposeRequest(make_round(tokens, **options), gamma)
 
     async def first(self, tokens=TOKENS[:21], **options) -> Proposal:
@@ -96,17 +96,17 @@ def test_it_is_off_unless_switched_on():
 async def test_without_it_nothing_runs_between_calls():
     worker = WatchedWorker(TableWorker())
     proposer = Proposer(worker)
-    await proposer.propose(ProposeRequest(make_round(TOKENS[:21], law=LAWS["greedy"][0]), GAMMA))
+    await proposer.propose(ProposeRequest(make_round(TOKENS[:21], filters=LAWS["greedy"][0]), GAMMA))
     for _ in range(20):
         await asyncio.to_thread(proposer.check_integrity)  # a turn of the device thread each
     assert len(worker.plans) == GAMMA
     await proposer.close()
 
 
-@pytest.mark.parametrize("law", LAWS)
-async def test_whatever_the_outcome_the_draft_is_the_one_drafted_late(law):
+@pytest.mark.parametrize("filters", LAWS)
+async def test_whatever_the_outcome_the_draft_is_the_one_drafted_late(filters):
     """Every accepted length with several tokens: some are hits, the rest are misses."""
-    async with _Replica(law, num_blocks=400) as replica:
+    async with _Replica(filters, num_blocks=400) as replica:
         for num_accepted in range(GAMMA + 1):
             for token_id in range(num_accepted, 24, 4):
                 session_id = f"{num_accepted}, {token_id}"
@@ -118,7 +118,9 @@ async def test_whatever_the_outcome_the_draft_is_the_one_drafted_late(law):
                 second = await replica.both(replica.request(tokens, round_id=2, start=20, session_id=session_id))
                 is_hit = replica.outcomes().get("hit") != before.get("hit")
                 assert is_hit == (replica.outcomes().get("miss") == before.get("miss"))
-                if not replica.law.end_token_ids:  # where all but one branch have ended, their steps look like a call's
+                if (
+                    not replica.filters.end_token_ids
+                ):  # where all but one branch have ended, their steps look like a call's
                     assert is_hit == (replica.worker.num_own_steps == steps)
                 assert second.num_cached_tokens == (len(tokens) if is_hit else 21 + min(num_accepted, GAMMA - 1))
                 await replica.ahead.release([session_id])
@@ -152,7 +154,7 @@ async def test_full_acceptance_of_a_coupled_round_is_foreseen_from_its_noise():
         request = replica.request(TOKENS[:21], round_id=1)
         proposal = await replica.first()
         drafts = proposal.draft_token_ids
-        choices = (await verifier.verify(VerifyRequest(request.round, drafts, ()))).choice_token_ids.tolist()
+        choices = (await verifier.verify(VerifyRequest(request.position, drafts, ()))).choice_token_ids.tolist()
         assert choices[:GAMMA] == drafts.tolist()
         await replica.both(replica.request([*TOKENS[:21], *choices], round_id=2, start=21))
         assert replica.outcomes() == {"hit": 1.0}
@@ -165,7 +167,7 @@ async def test_the_bonus_token_of_a_sampled_round_is_foreseen_from_its_uniform()
         request = replica.request(TOKENS[:21], round_id=1)
         proposal = await replica.first()
         supports = tuple(support.token_ids for support in proposal.supports)
-        rows = (await verifier.verify(VerifyRequest(request.round, proposal.draft_token_ids, supports))).rows
+        rows = (await verifier.verify(VerifyRequest(request.position, proposal.draft_token_ids, supports))).rows
         tokens = [*TOKENS[:21], *proposal.draft_token_ids.tolist(), rows[-1].tail_token_id]
         await replica.both(replica.request(tokens, round_id=2, start=21))
         assert replica.outcomes() == {"hit": 1.0}
@@ -178,17 +180,17 @@ async def _bonus(replica: _Replica, proposal: Proposal, tokens=TOKENS[:21]) -> l
     return [*drafted, *replica.table.greedy_continuation(drafted, 1)]
 
 
-@pytest.mark.parametrize("law", ["greedy", "coupled", "law"])
+@pytest.mark.parametrize("filters", ["greedy", "coupled", "law"])
 @pytest.mark.parametrize("gamma", [1, 2, 7])
-async def test_a_hit_is_cut_or_drafted_further_to_the_gamma_asked_for(law, gamma):
-    async with _Replica(law) as replica:
+async def test_a_hit_is_cut_or_drafted_further_to_the_gamma_asked_for(filters, gamma):
+    async with _Replica(filters) as replica:
         proposal = await replica.first()
         tokens = [*TOKENS[:21]]
         ranked = np.argsort(-replica.table.logits_after(tokens)).tolist()
         tokens.append(next(token_id for token_id in ranked if token_id != proposal.draft_token_ids[0]))
         second = await replica.ahead.propose(replica.request(tokens, gamma=gamma, round_id=2, start=21))
         _assert_equal(second, await replica.plain.propose(replica.request(tokens, gamma=gamma, round_id=2, start=21)))
-        if law == "greedy":
+        if filters == "greedy":
             assert replica.outcomes() == {"hit" if gamma <= GAMMA else "extended": 1.0}
         # And the KV is right: the next round, of another gamma, goes on from it.
         tokens += [*second.draft_token_ids.tolist(), 9]
@@ -265,7 +267,8 @@ async def test_the_same_call_again_gets_the_stored_answer_and_leaves_the_branche
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 8}, {"law": LawParams(temperature=0.5)}, {"output_start": 19}, {"draw_rule": DrawRule.COUPLED}]
+    "change",
+    [{"seed": 8}, {"filters": SamplingFilters(temperature=0.5)}, {"output_start": 19}, {"draw_rule": DrawRule.COUPLED}],
 )
 async def test_another_seed_or_law_is_a_miss(change):
     async with _Replica() as replica:
@@ -314,7 +317,7 @@ async def test_a_crash_in_a_step_of_branches_costs_the_branches_alone():
 async def test_a_branch_without_a_law_costs_itself_alone():
     async with _Replica() as replica:
         ranked = np.argsort(-replica.table.logits_after(TOKENS[:21])).tolist()
-        replica.table.lawless = {ranked[1]: np.nan}
+        replica.table.non_finite = {ranked[1]: np.nan}
         proposal = await replica.first()
         bad = replica.request([*TOKENS[:21], ranked[1]], round_id=2, start=21)
         if ranked[1] not in proposal.draft_token_ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.engine.absences import MAX_ABSENCE_S, Absences
+from specdec.engine.schedule.absences import MAX_ABSENCE_S, Absences
 
 
 def test_a_session_is_away_from_its_answer_to_its_next_call() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.batch import MAX_GROUPED_ROWS, AttentionKind, StepBatch, build_batch
+from specdec.engine.model.batch import MAX_GROUPED_ROWS, AttentionKind, StepBatch, build_batch
 
 PLAIN = AttentionKind(window=None, queries_per_kv_head=1, softcap=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.block_manager import BlockManager, blocks_for
+from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.types import BLOCK_TOKENS
 
 

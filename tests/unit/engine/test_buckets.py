@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specdec.engine.base import SequenceSlice
-from specdec.engine.buckets import Bucket, Buckets, ContextSteps
+from specdec.engine.captured.buckets import Bucket, Buckets, ContextSteps
 from specdec.types import BLOCK_TOKENS
 
 GATHERED = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)

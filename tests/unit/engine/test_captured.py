@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from specdec.engine.base import StepPlan
-from specdec.engine.kv_cache import KvCache
+from specdec.engine.model.kv_cache import KvCache
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
-from tests.captured_rig import (
+from tests.support.captured_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
     NUM_BLOCKS,
@@ -27,7 +27,7 @@ from tests.captured_rig import (
     random_tokens,
     record_on_tape,
 )
-from tests.tiny_models import build_tiny_model
+from tests.support.tiny_models import build_tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,7 +110,7 @@ def test_a_step_writes_its_own_slots_and_the_scratch_block_alone(mixed: Path, mo
         caches.append(KvCache(*arguments, **options))
         return caches[-1]
 
-    monkeypatch.setattr("specdec.engine.hf_adapter.KvCache", watched)
+    monkeypatch.setattr("specdec.engine.loader.KvCache", watched)
     worker = load(mixed, capture=CountedCapture())
     (cache,) = caches
     assert (worker.shape.num_kv_blocks, cache.num_blocks) == (NUM_BLOCKS, NUM_BLOCKS + 1)

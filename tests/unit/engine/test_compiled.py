@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.compiled import CompileOptions, row_counts
-from specdec.engine.graph_package import MAX_KEPT_BYTES, PackageKey, PackageStore
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.compiled.graph_package import MAX_KEPT_BYTES, PackageKey, PackageStore
+from specdec.engine.compiled.steps import CompileOptions, row_counts
+from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
-from tests.tiny_models import SLIDING_WINDOW, build_tiny_model
+from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
 
 VOCABULARY_SIZE = 96
 NUM_BLOCKS = 24

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from specdec.engine.device_memory import DeviceMemory, kv_pool_bytes
+from specdec.engine.model.device_memory import DeviceMemory, kv_pool_bytes
 from specdec.errors import InvalidRequest
 
 GIB = 1 << 30

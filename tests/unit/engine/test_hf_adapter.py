@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
-from tests.tiny_models import build_tiny_model
+from tests.support.tiny_models import build_tiny_model
 
 
 def load(directory: Path, **options: object):

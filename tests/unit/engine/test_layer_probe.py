@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import chunked_causal_mask_function
 
-from specdec.engine import layer_probe
-from specdec.engine.layer_probe import PROBE_NAME, probe_layers, register_probe
+from specdec.engine.model import layer_probe
+from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, register_probe
 from specdec.errors import Unsupported
-from tests.tiny_models import build_tiny_model
+from tests.support.tiny_models import build_tiny_model
 
 
 def probed_model(directory: Path, architecture: str, **overrides: object) -> PreTrainedModel:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from draft_service.proposer import Proposer
-from specdec.engine import laws, sampling
-from specdec.engine.sessions import DEFAULT_PIN_TTL_S, MAX_ANSWERS
+from specdec.engine.logits import filters as laws
+from specdec.engine.logits import rows as sampling
+from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
-from specdec.types import DrawRule, LawParams, ProposeRequest, VerifyRequest
+from specdec.types import DrawRule, ProposeRequest, SamplingFilters, VerifyRequest
 from target_service.verifier import Verifier
-from tests.round_driver import make_round
-from tests.table_worker import TableWorker
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
 
 TOKENS = [3 + index * 7 % 20 for index in range(100)]
 NO_DRAFT = np.empty(0, dtype=np.uint32)
@@ -196,13 +197,13 @@ async def test_a_crash_spares_the_sessions_that_were_not_in_the_step(held):
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 @pytest.mark.parametrize(
-    ("temperature", "draw_rule"), [(0.0, DrawRule.LAW), (1.0, DrawRule.LAW), (1.0, DrawRule.COUPLED)]
+    ("temperature", "draw_rule"), [(0.0, DrawRule.DISTRIBUTION), (1.0, DrawRule.DISTRIBUTION), (1.0, DrawRule.COUPLED)]
 )
 async def test_logits_that_are_no_law_fail_their_own_session_alone(held, value, temperature, draw_rule):
-    held.worker.lawless = {23: value}
+    held.worker.non_finite = {23: value}
     first = await held.start(_verify(TOKENS[:20], session_id="first"))
     good = await held.queue(_verify(TOKENS[:9], session_id="good"))
-    options = {"law": LawParams(temperature=temperature), "draw_rule": draw_rule}
+    options = {"filters": SamplingFilters(temperature=temperature), "draw_rule": draw_rule}
     bad = await held.queue(_verify([5, 23], session_id="bad", **options))
     last = await held.queue(_verify(TOKENS[:7], session_id="last"))
     held.let_go()
@@ -217,7 +218,7 @@ async def test_logits_that_are_no_law_fail_their_own_session_alone(held, value, 
 
 async def test_blocks_are_shared_only_once_logits_that_follow_them_were_good():
     held = _Held(max_step_tokens=32)
-    held.worker.lawless = {23: np.nan}
+    held.worker.non_finite = {23: np.nan}
     with pytest.raises(Internal):
         await held.verifier.verify(_verify([*TOKENS[:64], 23], session_id="bad"))
     assert (await held.verifier.verify(_verify(TOKENS[:64], session_id="a"))).num_cached_tokens == 0
@@ -286,22 +287,26 @@ async def test_calls_of_many_sessions_that_arrive_together_share_a_step(held):
     assert [len(plan.slices) for plan in held.worker.steps] == [1, 8]
 
 
-@pytest.mark.parametrize("draw_rule", [DrawRule.LAW, DrawRule.COUPLED])
+@pytest.mark.parametrize("draw_rule", [DrawRule.DISTRIBUTION, DrawRule.COUPLED])
 @pytest.mark.parametrize("max_logits", [1, 4 * 24, 1 << 24])
 async def test_a_step_of_many_rows_is_answered_in_batches_of_bounded_size(held, monkeypatch, max_logits, draw_rule):
     monkeypatch.setattr(laws, "MAX_BATCH_LOGITS", max_logits)
     sizes: list[int] = []
-    make_laws = sampling.filtered_laws
+    make_laws = sampling.filtered_distributions
     monkeypatch.setattr(
-        sampling, "filtered_laws", lambda logits, contexts: sizes.append(len(logits)) or make_laws(logits, contexts)
+        sampling,
+        "filtered_distributions",
+        lambda logits, contexts: sizes.append(len(logits)) or make_laws(logits, contexts),
     )
     first = await held.start(_verify(TOKENS[:20], session_id="first"))
     draft = np.array([4, 5], dtype=np.uint32)
     requests = [
         VerifyRequest(
-            make_round(TOKENS[: 5 + n], session_id=f"s{n}", law=LawParams(top_p=0.9), seed=n, draw_rule=draw_rule),
+            make_round(
+                TOKENS[: 5 + n], session_id=f"s{n}", filters=SamplingFilters(top_p=0.9), seed=n, draw_rule=draw_rule
+            ),
             draft[: n % 3],
-            (draft[:1],) * (n % 3) if draw_rule is DrawRule.LAW else (),
+            (draft[:1],) * (n % 3) if draw_rule is DrawRule.DISTRIBUTION else (),
             num_logprobs=2,
         )
         for n in range(6)
@@ -326,7 +331,9 @@ async def test_a_step_of_many_rows_is_answered_in_batches_of_bounded_size(held, 
 
 async def test_drafts_drawn_in_batches_are_those_drawn_together(monkeypatch):
     requests = [
-        ProposeRequest(make_round(TOKENS[: 5 + n], session_id=f"s{n}", law=LawParams(temperature=n % 3), seed=n), 3)
+        ProposeRequest(
+            make_round(TOKENS[: 5 + n], session_id=f"s{n}", filters=SamplingFilters(temperature=n % 3), seed=n), 3
+        )
         for n in range(7)
     ]
 

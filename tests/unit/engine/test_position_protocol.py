@@ -11,10 +11,10 @@ from draft_service.proposer import Proposer
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.types import LAW_TOTAL, DrawRule, LawParams, ProposeRequest, Verification, VerifyRequest
+from specdec.types import WEIGHT_TOTAL, DrawRule, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from target_service.verifier import Verifier
-from tests.round_driver import make_round
-from tests.table_worker import TableWorker
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
 
 TOKENS = [3 + index * 7 % 20 for index in range(60)]
 
@@ -179,8 +179,8 @@ async def test_the_same_round_with_another_digest_runs_afresh(worker, verifier, 
     elif change == "start":
         request = _verify(TOKENS[:20], [5], round_id=3, start=19)
     elif change == "law":
-        law = LawParams(temperature=0.0, logit_bias={int(first.choice_token_ids[0]): -100.0})
-        request = _verify(TOKENS[:20], [5], round_id=3, law=law)
+        filters = SamplingFilters(temperature=0.0, logit_bias={int(first.choice_token_ids[0]): -100.0})
+        request = _verify(TOKENS[:20], [5], round_id=3, filters=filters)
     else:
         request = replace(request, num_logprobs=2)
     second = await verifier.verify(request)
@@ -233,7 +233,7 @@ async def test_a_proposal_says_how_much_kv_there_really_is(worker, proposer):
 
 async def test_a_draft_is_drawn_from_the_integers_that_are_sent(proposer):
     request = ProposeRequest(
-        make_round(TOKENS[:20], law=LawParams(temperature=0.8, top_k=10), seed=99, output_start=18), 5
+        make_round(TOKENS[:20], filters=SamplingFilters(temperature=0.8, top_k=10), seed=99, output_start=18), 5
     )
     proposal = await proposer.propose(request)
     key = DrawKey(seed=99, turn=0, committed_len=20)
@@ -244,16 +244,16 @@ async def test_a_draft_is_drawn_from_the_integers_that_are_sent(proposer):
 
 async def test_penalties_advance_with_the_drafted_tokens(proposer):
     """A repetition penalty so strong that no token comes twice."""
-    law = LawParams(temperature=0.0, repetition_penalty=1.0, presence_penalty=1000.0)
-    request = ProposeRequest(make_round(TOKENS[:20], law=law, output_start=20), 10)
+    filters = SamplingFilters(temperature=0.0, repetition_penalty=1.0, presence_penalty=1000.0)
+    request = ProposeRequest(make_round(TOKENS[:20], filters=filters, output_start=20), 10)
     drafts = (await proposer.propose(request)).draft_token_ids.tolist()
     assert len(set(drafts)) == 10
 
 
 async def test_drafting_ends_with_an_end_token(worker, proposer):
     drafts = worker.greedy_continuation(TOKENS[:20], 5)
-    law = LawParams(temperature=0.0, end_token_ids=(drafts[2],))
-    proposal = await proposer.propose(ProposeRequest(make_round(TOKENS[:20], law=law), 5))
+    filters = SamplingFilters(temperature=0.0, end_token_ids=(drafts[2],))
+    proposal = await proposer.propose(ProposeRequest(make_round(TOKENS[:20], filters=filters), 5))
     assert proposal.draft_token_ids.tolist() == drafts[: drafts.index(drafts[2]) + 1]
 
 
@@ -271,7 +271,7 @@ async def test_drafts_end_where_the_draft_models_context_ends():
 async def test_law_rounds_answer_rows_that_sum_to_their_total(verifier):
     supports = (np.array([2, 5, 9], dtype=np.uint32), np.array([5], dtype=np.uint32))
     request = VerifyRequest(
-        make_round(TOKENS[:20], law=LawParams(temperature=1.0), seed=3),
+        make_round(TOKENS[:20], filters=SamplingFilters(temperature=1.0), seed=3),
         np.array([5, 5], dtype=np.uint32),
         supports,
         num_logprobs=4,
@@ -279,7 +279,7 @@ async def test_law_rounds_answer_rows_that_sum_to_their_total(verifier):
     answer = await verifier.verify(request)
     assert len(answer.choice_token_ids) == 0
     assert [len(row.weights) for row in answer.rows] == [4, 2, 1]
-    assert all(int(row.weights.sum(dtype=np.int64)) == LAW_TOTAL for row in answer.rows)
+    assert all(int(row.weights.sum(dtype=np.int64)) == WEIGHT_TOTAL for row in answer.rows)
     for row, support in zip(answer.rows, supports, strict=False):
         assert row.tail_token_id not in support
     assert [len(row.support_logits) for row in answer.logit_rows] == [3, 1, 0]
@@ -288,7 +288,7 @@ async def test_law_rounds_answer_rows_that_sum_to_their_total(verifier):
 
 async def test_coupled_rounds_answer_choices_with_their_probability(verifier):
     request = VerifyRequest(
-        make_round(TOKENS[:20], law=LawParams(temperature=1.0), seed=3, draw_rule=DrawRule.COUPLED),
+        make_round(TOKENS[:20], filters=SamplingFilters(temperature=1.0), seed=3, draw_rule=DrawRule.COUPLED),
         np.array([5, 6], dtype=np.uint32),
         (),
     )
@@ -299,7 +299,7 @@ async def test_coupled_rounds_answer_choices_with_their_probability(verifier):
 
 _ROUND = make_round(TOKENS[:20])
 _NO_DRAFT = np.empty(0, dtype=np.uint32)
-_SAMPLED = make_round(TOKENS[:20], law=LawParams(temperature=1.0))
+_SAMPLED = make_round(TOKENS[:20], filters=SamplingFilters(temperature=1.0))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,10 @@ _SAMPLED = make_round(TOKENS[:20], law=LawParams(temperature=1.0))
         (VerifyRequest(_ROUND, _NO_DRAFT, (), num_logprobs=25), "num_logprobs"),
         (VerifyRequest(replace(_ROUND, seed=1 << 64), _NO_DRAFT, ()), "round.seed"),
         *(
-            (VerifyRequest(make_round([1], law=LawParams(**{name: value})), _NO_DRAFT, ()), f"round.law.{name}")
+            (
+                VerifyRequest(make_round([1], filters=SamplingFilters(**{name: value})), _NO_DRAFT, ()),
+                f"round.law.{name}",
+            )
             for name, value in [
                 ("temperature", float("nan")),
                 ("temperature", -1.0),

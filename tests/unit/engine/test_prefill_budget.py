@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from specdec.engine.base import StepPlan
-from specdec.engine.simulated import SimulatedTarget
-from specdec.engine.simulated_device import ForwardTime
-from specdec.engine.simulated_pair import PRESETS
+from specdec.engine.simulated.device import ForwardTime
+from specdec.engine.simulated.engines import SimulatedTarget
+from specdec.engine.simulated.pair import PRESETS
 from specdec.types import BLOCK_TOKENS, VerifyRequest
 from target_service.verifier import Verifier
-from tests.round_driver import make_round
-from tests.table_worker import TableWorker
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
 
 FIXED_S, TOKEN_S, BUDGET_S = 10e-3, 1e-3, 60e-3
 PROMPT = [3 + index * 7 % 20 for index in range(400)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.scheduler import Scheduler, is_short
+from specdec.engine.schedule.scheduler import Scheduler, is_short
 
 
 @dataclass

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from bench.models import DEMO
-from specdec.engine import self_check
 from specdec.engine.base import ModelShape
-from specdec.engine.batch import AttentionKind
-from specdec.engine.compiled import CompileOptions
-from specdec.engine.hf_adapter import load_worker
+from specdec.engine.captured.static_attention import GatheredAttention
+from specdec.engine.compiled.steps import CompileOptions
+from specdec.engine.loader import load_worker
+from specdec.engine.model import self_check
+from specdec.engine.model.batch import AttentionKind
 from specdec.engine.native.runner import NativeRunner
-from specdec.engine.static_attention import GatheredAttention
 from specdec.errors import Unsupported
-from tests.captured_rig import CountedCapture
-from tests.tiny_models import ARCHITECTURES, build_tiny_model
+from tests.support.captured_rig import CountedCapture
+from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
 
 REFUSAL = "type mistral is computed differently here than by transformers"
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdec.core.chain import chain_hash
-from specdec.engine.block_manager import BlockManager
-from specdec.engine.sequence import Sequence
-from specdec.engine.sessions import SessionTable
+from specdec.engine.sessions.block_manager import BlockManager
+from specdec.engine.sessions.sequence import Sequence
+from specdec.engine.sessions.table import SessionTable
 from specdec.errors import KvMiss, StaleEpoch
-from specdec.types import BLOCK_TOKENS, Round, TokenIds
-from tests.round_driver import make_round
+from specdec.types import BLOCK_TOKENS, SessionPosition, TokenIds
+from tests.support.round_driver import make_round
 
 SESSION_IDS = ("a", "b", "c", "d")
 #: Long texts with common beginnings, so that sessions share blocks and then part.
@@ -215,7 +215,7 @@ class SessionTableMachine(RuleBasedStateMachine):
             self.slots[slot] = int(sequence.token_ids[position])
             sequence.kv_len += 1
 
-    def _have(self, request: Round, drafts: TokenIds) -> int | None:
+    def _have(self, request: SessionPosition, drafts: TokenIds) -> int | None:
         """Lets a call in; returns what a miss says, or None."""
         sequence = self.table.fence(request)
         try:

@@ -11,13 +11,13 @@ import pytest
 
 from specdec.core.random import DrawKey
 from specdec.core.rejection import acceptance_bound, verify_rejection
-from specdec.engine.scheduler import Scheduler
-from specdec.engine.simulated import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated_device import Branches, ForwardTime, SimulatedDevice, Work
-from specdec.engine.simulated_pair import PRESETS, SimulatedPair, simulated_pair
-from specdec.engine.simulated_text import SUPPORT_SIZE, VOCABULARY_SIZE, simulated_vocabulary
+from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.simulated.device import Branches, ForwardTime, SimulatedDevice, Work
+from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
+from specdec.engine.simulated.pair import PRESETS, SimulatedPair, simulated_pair
+from specdec.engine.simulated.text import SUPPORT_SIZE, VOCABULARY_SIZE, simulated_vocabulary
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.types import LAW_TOTAL, DrawRule, LawParams, ProposeRequest, Round, VerifyRequest
+from specdec.types import WEIGHT_TOTAL, DrawRule, ProposeRequest, SamplingFilters, SessionPosition, VerifyRequest
 
 STEP_S = 1.0
 OUTCOMES = range(11, 16)
@@ -107,19 +107,19 @@ def test_branches_wait_while_another_session_is_served() -> None:
     assert bench.ended["after"] == 10.0
 
 
-def a_round(round_id: int = 0, temperature: float = 0.0, num_tokens: int = 8, seed: int = 5) -> Round:
-    return Round(
+def a_round(round_id: int = 0, temperature: float = 0.0, num_tokens: int = 8, seed: int = 5) -> SessionPosition:
+    return SessionPosition(
         session_id="s",
         epoch=1,
         round_id=round_id,
         start=0,
         prefix_hash=b"",
         token_ids=np.arange(1, num_tokens + 1, dtype=np.uint32),
-        law=LawParams(temperature=temperature),
+        filters=SamplingFilters(temperature=temperature),
         seed=seed,
         turn=0,
         output_start=8,
-        draw_rule=DrawRule.LAW,
+        draw_rule=DrawRule.DISTRIBUTION,
     )
 
 
@@ -155,10 +155,10 @@ async def test_a_law_round_accepts_every_draft_token_with_probability_alpha() ->
         answer = await target.verify(VerifyRequest(asked, proposal.draft_token_ids, supports))
     for support, row in zip(proposal.supports, answer.rows, strict=False):
         assert len(support.token_ids) == SUPPORT_SIZE
-        assert int(row.weights.sum(dtype=np.int64)) == LAW_TOTAL
+        assert int(row.weights.sum(dtype=np.int64)) == WEIGHT_TOTAL
         assert 0 < row.tail_token_id < VOCABULARY_SIZE
         assert row.tail_token_id not in support.token_ids
-        bounds = [acceptance_bound(entry, support, row) / LAW_TOTAL for entry in range(SUPPORT_SIZE)]
+        bounds = [acceptance_bound(entry, support, row) / WEIGHT_TOTAL for entry in range(SUPPORT_SIZE)]
         assert bounds == pytest.approx([0.9] * SUPPORT_SIZE, abs=1e-3)
     decision = verify_rejection(proposal.draft_token_ids, proposal.supports, answer.rows, DrawKey(5, 0, 8))
     assert 1 <= decision.num_emitted <= 5
@@ -173,7 +173,7 @@ async def test_the_law_through_another_support_is_the_same_law() -> None:
         part = support.token_ids[10:20]
         seen = (await target.verify(VerifyRequest(asked, proposal.draft_token_ids, (part,)))).rows[0]
     assert seen.weights[:-1].astype(int) == pytest.approx(own.weights[10:20].astype(int), abs=40)
-    assert int(seen.weights.sum(dtype=np.int64)) == LAW_TOTAL
+    assert int(seen.weights.sum(dtype=np.int64)) == WEIGHT_TOTAL
     assert seen.tail_token_id not in part
 
 

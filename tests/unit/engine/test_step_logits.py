@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from specdec.engine.step_logits import StepLogits
-from specdec.engine.transfer import to_host, unpacked
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.logits.transfer import to_host, unpacked
 
 
 def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_takes_the_law() -> None:
@@ -21,16 +21,16 @@ def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_takes_the_
     )
     read = StepLogits.read(rows)
     assert read.likeliest_ids[:2] == [1, 2]
-    assert read.has_law == [True, True, False, False, False]
+    assert read.is_finite == [True, True, False, False, False]
     part = read.select([1, 4])
     assert (len(part), part.num_tokens) == (2, 3)
     assert part.likeliest_ids == [2, 1]
-    assert part.has_law == [True, False]
+    assert part.is_finite == [True, False]
     torch.testing.assert_close(part.values, rows[[1, 4]], rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_step_without_rows_is_read_too() -> None:
-    assert StepLogits.read(torch.zeros(0, 7)).has_law == []
+    assert StepLogits.read(torch.zeros(0, 7)).is_finite == []
 
 
 def test_numbers_packed_for_one_copy_come_back_bit_by_bit() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.step_times import StepLoad, StepTimes
+from specdec.engine.schedule.step_times import StepLoad, StepTimes
 
 UNKNOWN = float("inf")
 

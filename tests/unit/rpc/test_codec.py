@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from specdec.core.packed import PackedSupports
 from specdec.core.random import DrawKey
 from specdec.core.rejection import residual_weights, verify_rejection
-from specdec.core.sparse import MAX_SUPPORT, law_row
+from specdec.core.sparse import MAX_SUPPORT, distribution_row
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc import codec, replies
 from specdec.rpc.arrays import decode_supports, encode_supports
-from specdec.types import LAW_TOTAL, DrawRule, LawParams, Proposal, ProposeRequest, Support, VerifyRequest
+from specdec.types import WEIGHT_TOTAL, DrawRule, Proposal, ProposeRequest, SamplingFilters, Support, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
-from tests.arithmetic_engines import (
+from tests.support.arithmetic_engines import (
     CONTEXT,
     GREEDY,
     MAX_GAMMA,
@@ -53,13 +53,13 @@ def verify_request(
 ) -> VerifyRequest:
     round_ = make_round(**round_options)
     drafts = np.arange(10, 10 + num_draft_tokens, dtype=np.uint32)
-    with_laws = round_.draw_rule is DrawRule.LAW and not round_.law.is_greedy
+    with_supports = round_.draw_rule is DrawRule.DISTRIBUTION and not round_.filters.is_greedy
     supports = tuple(support_of(int(token), 3 + index).token_ids for index, token in enumerate(drafts))
-    return VerifyRequest(round_, drafts, supports if with_laws else (), num_logprobs)
+    return VerifyRequest(round_, drafts, supports if with_supports else (), num_logprobs)
 
 
 def test_every_field_of_a_propose_request_survives_the_wire() -> None:
-    law = LawParams(
+    filters = SamplingFilters(
         temperature=0.5,
         top_p=0.75,
         top_k=40,
@@ -71,14 +71,14 @@ def test_every_field_of_a_propose_request_survives_the_wire() -> None:
         min_new_tokens=7,
         end_token_ids=(2, 9),
     )
-    request = ProposeRequest(make_round(law=law, start=32, draw_rule=COUPLED), gamma=5)
+    request = ProposeRequest(make_round(filters=filters, start=32, draw_rule=COUPLED), gamma=5)
     message = codec.encode_propose_request(request, 17)
     assert message.call_id == 17
     assert same(codec.decode_propose_request(message, LIMITS), request)
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 0, 3])
-@pytest.mark.parametrize("round_options", [{}, {"law": GREEDY}, {"draw_rule": COUPLED}])
+@pytest.mark.parametrize("round_options", [{}, {"filters": GREEDY}, {"draw_rule": COUPLED}])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 5])
 async def test_verify_requests_and_their_answers_survive_the_wire(
     num_draft_tokens: int, round_options: dict[str, Any], num_logprobs: int | None
@@ -91,7 +91,7 @@ async def test_verify_requests_and_their_answers_survive_the_wire(
     assert same(replies.decode_verification(message, request), verification)
 
 
-@pytest.mark.parametrize("round_options", [{}, {"law": GREEDY}, {"draw_rule": COUPLED}])
+@pytest.mark.parametrize("round_options", [{}, {"filters": GREEDY}, {"draw_rule": COUPLED}])
 async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None:
     request = ProposeRequest(make_round(**round_options), gamma=4)
     proposal = await ArithmeticDraft().propose(request)
@@ -234,7 +234,7 @@ async def test_a_malformed_verification_is_the_replicas_fault() -> None:
     extra_tail.tail_token_ids.append(5)
     with pytest.raises(Internal, match="tail tokens"):
         replies.decode_verification(extra_tail, request)
-    greedy = verify_request(3, law=GREEDY)
+    greedy = verify_request(3, filters=GREEDY)
     with pytest.raises(Internal, match="0 choices for 4 positions"):
         replies.decode_verification(replies.encode_verification(verification, 1), greedy)
 
@@ -248,10 +248,10 @@ def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> Non
         return replies.encode_proposal(Proposal(ids[:1], (support,), (0.0,), 1, 0, 0.0), 1)
 
     largest = replies.decode_proposal(answer(MAX_SUPPORT), request).supports[0]
-    certain = law_row(np.eye(1, MAX_SUPPORT)[0], largest.token_ids, 0.5)
+    certain = distribution_row(np.eye(1, MAX_SUPPORT)[0], largest.token_ids, 0.5)
     # p is token 0 alone: all that q lacks of it is the residual, exactly.
     residual = residual_weights(largest, certain)
-    assert residual[0] == LAW_TOTAL * 65_535 * (MAX_SUPPORT - 1)
+    assert residual[0] == WEIGHT_TOTAL * 65_535 * (MAX_SUPPORT - 1)
     assert not residual[1:].any()
     with pytest.raises(Internal, match="more than 32768 entries"):
         replies.decode_proposal(answer(MAX_SUPPORT + 1), request)
@@ -263,14 +263,14 @@ def test_engine_info_survives_the_wire() -> None:
 
 async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() -> None:
     requests = [
-        ProposeRequest(make_round(f"s{n}", num_tokens=3 + n, law=GREEDY if n == 2 else None), 1 + n % 4)
+        ProposeRequest(make_round(f"s{n}", num_tokens=3 + n, filters=GREEDY if n == 2 else None), 1 + n % 4)
         for n in range(6)
     ]
     proposals = [replies.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
     drafts = replies.decode_proposals(proposals, requests)
     assert all(map(same, drafts, map(replies.decode_proposal, proposals, requests)))
     asked = [
-        VerifyRequest(request.round, draft.draft_token_ids, tuple(support.token_ids for support in draft.supports))
+        VerifyRequest(request.position, draft.draft_token_ids, tuple(support.token_ids for support in draft.supports))
         for request, draft in zip(requests, drafts, strict=True)
     ]
     answers = [replies.encode_verification(await ArithmeticTarget().verify(request), 1) for request in asked]
@@ -280,7 +280,7 @@ async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() 
         if not draft.supports:
             continue
         for seed in range(20):
-            key = DrawKey(seed, 0, request.round.committed_len)
+            key = DrawKey(seed, 0, request.position.committed_len)
             packed = verify_rejection(draft.draft_token_ids, draft.supports, answer.rows, key)
             assert packed == verify_rejection(draft.draft_token_ids, tuple(draft.supports), tuple(answer.rows), key)
 
@@ -300,5 +300,5 @@ async def test_supports_are_sent_on_as_they_came() -> None:
     message = replies.encode_proposal(await ArithmeticDraft().propose(request), 1)
     draft = replies.decode_proposal(message, request)
     assert isinstance(draft.supports, PackedSupports)
-    forwarded = VerifyRequest(request.round, draft.draft_token_ids, draft.supports.ids)
+    forwarded = VerifyRequest(request.position, draft.draft_token_ids, draft.supports.ids)
     assert codec.encode_verify_request(forwarded, 1).supports == message.supports

@@ -17,7 +17,7 @@ from specdec.rpc.client import DraftLink
 from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items, split_items
 from specdec.types import DrawRule, ProposeRequest
 from specdec.v1 import draft_pb2
-from tests.arithmetic_engines import make_round
+from tests.support.arithmetic_engines import make_round
 
 #: Lengths around those where the length needs one byte more.
 SIZES = st.one_of(st.integers(0, 300), st.integers(16_380, 16_390))

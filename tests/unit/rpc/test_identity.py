@@ -16,7 +16,7 @@ from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
 from specdec.types import Verification, VerifyRequest
 from target_service.servicer import TargetServicer
-from tests.arithmetic_engines import GREEDY, ArithmeticTarget, make_round
+from tests.support.arithmetic_engines import GREEDY, ArithmeticTarget, make_round
 
 #: What the arithmetic engine says it serves.
 MODEL = "model"

@@ -18,13 +18,13 @@ from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
-from specdec.rpc.lifecycle import require_addresses, run_replica, run_to_exit_code
 from specdec.rpc.server import DRAFT_SERVICE
+from specdec.service.lifecycle import require_addresses, run_replica, run_to_exit_code
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 from specdec.types import ProposeRequest
-from tests.arithmetic_engines import ArithmeticDraft, make_round
+from tests.support.arithmetic_engines import ArithmeticDraft, make_round
 
 
 class Replica:
@@ -159,7 +159,7 @@ def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.Capture
 def test_a_process_ends_without_teardown_but_says_everything() -> None:
     code = """
 import atexit, sys
-from specdec.rpc.lifecycle import end_process
+from specdec.service.lifecycle import end_process
 atexit.register(print, "teardown")
 print("said")
 end_process(3)

@@ -21,7 +21,7 @@ from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 from target_service.servicer import TargetServicer
-from tests.arithmetic_engines import (
+from tests.support.arithmetic_engines import (
     GREEDY,
     MAX_GAMMA,
     ArithmeticDraft,
@@ -96,7 +96,7 @@ async def test_failed_and_cancelled_calls_are_counted_with_what_they_sent_and_re
         assert wire.num_bytes == codec.encode_propose_request(held, 1).ByteSize()
 
 
-@pytest.mark.parametrize("rule", [DrawRule.LAW, DrawRule.COUPLED])
+@pytest.mark.parametrize("rule", [DrawRule.DISTRIBUTION, DrawRule.COUPLED])
 async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) -> None:
     engine = ArithmeticTarget()
     server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
@@ -104,10 +104,10 @@ async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) ->
     await server.start()
     link = TargetLink(server.address)
     drafts = np.array([4, 5], dtype=np.uint32)
-    supports = (support_of(4, 3).token_ids, support_of(5, 4).token_ids) if rule is DrawRule.LAW else ()
+    supports = (support_of(4, 3).token_ids, support_of(5, 4).token_ids) if rule is DrawRule.DISTRIBUTION else ()
     reply = await link.verify(VerifyRequest(make_round(draw_rule=rule), drafts, supports, num_logprobs=1))
-    assert len(reply.rows) == (3 if rule is DrawRule.LAW else 0)
-    assert len(reply.choice_token_ids) == (0 if rule is DrawRule.LAW else 3)
+    assert len(reply.rows) == (3 if rule is DrawRule.DISTRIBUTION else 0)
+    assert len(reply.choice_token_ids) == (0 if rule is DrawRule.DISTRIBUTION else 3)
     assert [row.logsumexp for row in reply.logit_rows] == [10.0, 11.0, 12.0]
     assert (await link.info()).role == "target"
     await link.release(["a", "b"])
@@ -340,7 +340,7 @@ async def test_greedy_rounds_carry_token_ids_alone() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         law_wire, greedy_wire = WireCount(), WireCount()
         await link.propose(ProposeRequest(make_round(), 8), law_wire)
-        greedy = await link.propose(ProposeRequest(make_round(law=GREEDY), 8), greedy_wire)
+        greedy = await link.propose(ProposeRequest(make_round(filters=GREEDY), 8), greedy_wire)
         assert greedy.supports == ()
         assert greedy_wire.num_bytes < 150 < law_wire.num_bytes
 

@@ -1,0 +1,93 @@
+"""What one request cost and how long it took: its statistics and its share of the metrics.
+
+Not here: what the numbers are used for (`gamma`), how they are stored (`recovery`). Called by `session`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from coordinator.requests import GenerationIdentity, RequestStats
+from coordinator.round.runner import RoundOutcome
+from specdec.observability.metrics import CoordinatorMetrics
+from specdec.types import FinishReason
+
+
+class Account:
+    """Counts one request from its admission here; a resumed one goes on from what was stored."""
+
+    def __init__(
+        self, identity: GenerationIdentity, stats: RequestStats, metrics: CoordinatorMetrics, began: float
+    ) -> None:
+        """`began`: `time.perf_counter()` at admission."""
+        self.stats = stats
+        self._identity = identity
+        self._metrics = metrics
+        self._began = began
+        self._elapsed_before_s = stats.e2el_s
+        self._last_chunk: float | None = None
+        if identity.parameters.target_changed and stats.num_rounds == 0:
+            metrics.observe_target_change()
+
+    def count_round(self, outcome: RoundOutcome) -> None:
+        """A round was decided."""
+        stats = self.stats
+        if stats.num_rounds == 0:
+            stats.num_cached_prompt_tokens = min(outcome.num_cached_tokens, self._identity.output_start)
+        stats.num_rounds += 1
+        stats.num_draft_tokens += outcome.num_draft_tokens
+        stats.num_accepted_tokens += outcome.num_accepted
+        stats.num_target_only_steps += outcome.num_draft_tokens == 0
+        stats.accepted_per_position.extend([0] * (outcome.num_draft_tokens - len(stats.accepted_per_position)))
+        for index in range(outcome.num_accepted):
+            stats.accepted_per_position[index] += 1
+        stats.draft_s += outcome.draft_s
+        stats.verify_s += outcome.verify_s
+        stats.wire_bytes += outcome.wire_bytes
+        stats.e2el_s = self._elapsed_s()
+        # Stored with the first commit, which is not through yet; `count_chunk` puts it right.
+        stats.ttft_s = stats.ttft_s or stats.e2el_s
+        self._observe_round(outcome)
+
+    def count_chunk(self, num_tokens: int, *, is_first: bool) -> None:
+        """Tokens were published."""
+        now = time.perf_counter()
+        if is_first:
+            self.stats.ttft_s = self._elapsed_s()
+            self._metrics.observe_first_token(self.stats.ttft_s)
+        self._metrics.observe_tokens(num_tokens, None if self._last_chunk is None else now - self._last_chunk)
+        self._last_chunk = now
+
+    def count_finish(self, reason: FinishReason, num_output_tokens: int) -> None:
+        """The request ended well."""
+        self.stats.e2el_s = self._elapsed_s()
+        self._metrics.observe_finished(
+            finish_reason=reason.name.lower(),
+            num_prompt_tokens=self._identity.output_start,
+            num_cached_prompt_tokens=self.stats.num_cached_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            ttft_s=self.stats.ttft_s,
+            e2el_s=self.stats.e2el_s,
+        )
+
+    def count_failure(self, reason: str) -> None:
+        """The request ended with an error of this reason."""
+        self._metrics.observe_failed(reason)
+
+    def _elapsed_s(self) -> float:
+        return self._elapsed_before_s + time.perf_counter() - self._began
+
+    def _observe_round(self, outcome: RoundOutcome) -> None:
+        if outcome.num_draft_tokens == 0:
+            self._metrics.observe_target_only_step(
+                cause=outcome.target_only_cause, wire_bytes=outcome.wire_bytes, verify_s=outcome.verify_s
+            )
+            return
+        self._metrics.observe_draft(outcome.draft_s)
+        self._metrics.observe_round(
+            draft_pool=outcome.draft_pool,
+            num_draft_tokens=outcome.num_draft_tokens,
+            num_accepted=outcome.num_accepted,
+            wire_bytes=outcome.wire_bytes,
+            verify_s=outcome.verify_s,
+        )

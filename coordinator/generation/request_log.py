@@ -1,0 +1,188 @@
+"""What a request leaves in the session store, and how any coordinator reads it back to replay it or carry on.
+
+A record holds the request's parameters with its seed, its turn and where its output starts; the token log holds the
+rest. Randomness is keyed by seed, turn and position, so the distribution goes on where it stopped. Not here: leases,
+replicas (they answer KV_MISS and are sent what they lack). Called by `generations` and `session`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from coordinator.requests import (
+    GenerationIdentity,
+    GenerationRequest,
+    RequestParameters,
+    RequestStats,
+    SpeculationChoice,
+)
+from coordinator.text.output import OutputStep, OutputWriter
+from coordinator.text.tokenizer import ServedTokenizer
+from specdec.errors import InvalidRequest, NotFound, SessionLost
+from specdec.state.store import RequestRecord, SessionRecord, SessionStore
+from specdec.types import FinishReason, Mode, SamplingFilters, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """A session's last request as the store knows it."""
+
+    identity: GenerationIdentity
+    token_ids: list[int]
+    """All tokens of the session."""
+    output: OutputStep
+    writer: OutputWriter
+    """Has written `output`; what follows continues its text."""
+    round_id: int
+    stats: RequestStats
+    finish_reason: FinishReason | None
+
+
+async def read_logged_request(
+    store: SessionStore, session_id: str, tokenizer: ServedTokenizer, eos_token_ids: Sequence[int]
+) -> LoggedRequest:
+    """Rebuilds the state of a session's last request from its record and token log.
+
+    Raises:
+        NotFound: no such session, or no request in it.
+        SessionLost: the log ends before the output began.
+    """
+    record = await store.load(session_id)
+    if record is None or record.request is None:
+        raise NotFound(f"session {session_id} has no request to resume", field="session_id")
+    stored = record.request
+    token_ids = (await store.read_tokens(session_id)).tolist()
+    if len(token_ids) < stored.output_start:
+        raise SessionLost(f"session {session_id} has lost part of its prompt")
+    identity = identity_of(session_id, stored)
+    writer = OutputWriter(tokenizer, identity.parameters.sampling, eos_token_ids)
+    output = token_ids[stored.output_start :]
+    return LoggedRequest(
+        identity=identity,
+        token_ids=token_ids,
+        output=writer.write(output),
+        writer=writer,
+        round_id=record.round_id,
+        stats=decode_stats(stored.stats_json),
+        finish_reason=stored.finish_reason,
+    )
+
+
+def check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:
+    """A resumption may leave the request's id out, but not name another; a retry must ask the same."""
+    if request.request_id and request.request_id != request_id:
+        raise InvalidRequest(
+            f"request_id must be that of the session's last request, {request_id!r}, got {request.request_id!r}",
+            field="request_id",
+        )
+    if request.resume_from is None and request.digest != digest:
+        raise InvalidRequest(f"request_id {request_id!r} was used for another request", field="request_id")
+
+
+def check_held(num_held: int, num_output: int) -> None:
+    """Raises SessionLost when the caller holds more output tokens than the log does."""
+    if num_held > num_output:
+        raise SessionLost(
+            f"resume_from must be at most the {num_output} tokens of the output, got {num_held}", field="resume_from"
+        )
+
+
+def check_expected(expected: int | None, session_id: str, num_held: int | None) -> None:
+    """Raises SessionLost when a session, if there is one (else None), holds another number of tokens than expected."""
+    if expected is not None and expected != (num_held or 0):
+        found = "it is gone, so that it holds 0" if num_held is None else f"it holds {num_held}"
+        raise SessionLost(
+            f"session {session_id} was expected to hold {expected} tokens, {found}", field="expected_session_tokens"
+        )
+
+
+def check_left(request: GenerationRequest, record: SessionRecord | None) -> None:
+    """Raises SessionLost where a turn would be appended to one that neither ended nor was left.
+
+    Its owner died, or the store lost its end: nobody here knows which. A caller that sends the whole conversation, or
+    says how many tokens the session holds, does not build on what may be lost.
+    """
+    if record is None or record.request is None or record.request.finish_reason is not None or record.was_left:
+        return
+    if request.messages is None and request.expected_session_tokens is None:
+        raise SessionLost(
+            f"the last request of session {record.session_id}, {record.request.request_id!r}, has not ended, and the "
+            f"{record.num_tokens} tokens of the session may lack its last ones: resume it, or say "
+            "expected_session_tokens",
+            field="expected_session_tokens",
+        )
+
+
+def identity_of(session_id: str, stored: RequestRecord) -> GenerationIdentity:
+    return GenerationIdentity(
+        session_id=session_id,
+        request_id=stored.request_id,
+        digest=stored.request_digest,
+        turn=stored.turn,
+        output_start=stored.output_start,
+        parameters=decode_parameters(stored.parameters_json),
+    )
+
+
+def record_of(identity: GenerationIdentity) -> RequestRecord:
+    """What is stored of a request when it begins; `identity_of` reads it back."""
+    return RequestRecord(
+        request_id=identity.request_id,
+        request_digest=identity.digest,
+        parameters_json=encode_parameters(identity.parameters),
+        turn=identity.turn,
+        output_start=identity.output_start,
+    )
+
+
+def encode_parameters(parameters: RequestParameters) -> str:
+    """JSON that `decode_parameters` reads back exactly (floats round-trip)."""
+    sampling = parameters.sampling
+    # Keys of JSON objects are strings, so the bias travels as pairs.
+    law = asdict(replace(sampling.filters, logit_bias={})) | {"logit_bias": list(sampling.filters.logit_bias.items())}
+    flat = asdict(replace(sampling, filters=SamplingFilters(logit_bias={})))
+    return json.dumps(
+        {
+            "sampling": flat | {"law": law},
+            "speculation": asdict(parameters.speculation),
+            "target_fingerprint": parameters.target_fingerprint,
+            "target_changed": parameters.target_changed,
+        }
+    )
+
+
+def decode_parameters(text: str) -> RequestParameters:
+    """The inverse of `encode_parameters`."""
+    fields = json.loads(text)
+    law, sampling, speculation = fields["sampling"].pop("law"), fields["sampling"], fields["speculation"]
+    law |= {
+        "logit_bias": {int(token_id): bias for token_id, bias in law["logit_bias"]},
+        "end_token_ids": tuple(law["end_token_ids"]),
+    }
+    sampling |= {
+        "filters": SamplingFilters(**law),
+        "stop": tuple(sampling["stop"]),
+        "stop_token_ids": tuple(sampling["stop_token_ids"]),
+    }
+    speculation |= {"mode": Mode(speculation["mode"])}
+    return RequestParameters(
+        SamplingParams(**sampling),
+        SpeculationChoice(**speculation),
+        fields["target_fingerprint"],
+        fields.get("target_changed", False),  # a request that an older version stored does not say
+    )
+
+
+def encode_stats(stats: RequestStats) -> str:
+    # Once a round: counts, times and a list of counts are JSON as Python prints them.
+    return "{" + ",".join([f'"{name}":{getattr(stats, name)!r}' for name in _STATS_FIELDS]) + "}"
+
+
+_STATS_FIELDS = tuple(RequestStats.__dataclass_fields__)
+
+
+def decode_stats(text: str) -> RequestStats:
+    """The inverse of `encode_stats`; missing counters are 0."""
+    return RequestStats(**json.loads(text))

@@ -1,0 +1,340 @@
+"""The draft and target replicas a coordinator can reach: connections, vocabulary check, liveness.
+
+Replicas come from static endpoints or from the registry, polled. A replica is used once `GetEngineInfo` answered and
+its vocabulary is the tokenizer's; it is dead from a failed call until it answers again. One that turns out to be
+another service or to have another vocabulary is left out until it fits. Not here: which session goes where
+(`placement`), what is sent (`round`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from coordinator.replicas.lateness import Lateness
+from specdec.errors import NotFound, SpecdecError, Unavailable, Unsupported, VocabularyMismatch
+from specdec.rpc.client import DraftLink, TargetLink
+from specdec.state.store import ReplicaRegistry
+from specdec.types import EngineInfo
+
+DRAFT = "draft"
+TARGET = "target"
+
+#: Least time between two looks at the replicas, however often they are in doubt.
+MIN_POLL_INTERVAL_S = 0.05
+
+#: How long a replica may take to describe itself before it counts as dead.
+DESCRIBE_TIMEOUT_S = 5.0
+
+#: A poll waits for so long at most: one hung replica must not keep it from the others.
+POLL_PATIENCE_S = 1.0
+
+LinkT = TypeVar("LinkT", DraftLink, TargetLink)
+
+_log = logging.getLogger(__name__)
+
+
+class Replica(Generic[LinkT]):
+    """One replica at one address, whichever process listens there."""
+
+    def __init__(self, role: str, address: str, link: LinkT) -> None:
+        self.role = role
+        self.address = address
+        self.link: LinkT = link
+        self.info: EngineInfo | None = None
+        self.is_alive = False
+        self.lateness = Lateness()
+        self.num_answered = 0
+        """Rounds it has answered this coordinator."""
+        self.num_rows = 0
+        """Positions in those answers."""
+        self._new_sessions = 0
+        self._complaint = ""
+        """What was last logged against it since it last fitted."""
+        self.on_doubt: Callable[[], None] = lambda: None
+        """Called when it may be another one than it said it is."""
+        link.on_meeting = self._meet
+
+    @property
+    def pool(self) -> str:
+        return self.info.pool if self.info else ""
+
+    @property
+    def model(self) -> str:
+        """Fingerprint of the model it said it serves; no other one may answer our calls."""
+        return self.info.model_fingerprint if self.info else ""
+
+    @property
+    def takes_sessions(self) -> bool:
+        return self.is_in_use and self.info is not None and not self.info.draining
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether it lives and is not left alone for its lateness."""
+        return self.is_alive and not self.lateness.is_out(self.link.heard_at)
+
+    @property
+    def load(self) -> int:
+        """Sessions it holds, those we sent since it last told included."""
+        return (self.info.num_sessions if self.info else 0) + self._new_sessions
+
+    def note_new_session(self) -> None:
+        self._new_sessions += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Takes the replica out of use until it answers again."""
+        if self.is_alive:
+            _log.warning("%s replica %s failed: %s", self.role, self.address, error)
+            self.on_doubt()
+        elif self.info is None and not self._complaint:
+            self._complaint = str(error) or type(error).__name__
+            _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._complaint)
+        self.is_alive = False
+
+    def refuse(self, error: SpecdecError) -> None:
+        """Leaves the replica out until it describes itself as one that fits; says so once, not at every poll."""
+        self.is_alive = False
+        self.info = None
+        if error.message != self._complaint:
+            self._complaint = error.message
+            _log.error(
+                "refused: %s",
+                error.message,
+                extra={"refused": self.address, "code": error.code, "reason": error.reason},
+            )
+
+    def _meet(self, incarnation: str) -> None:
+        """A stream to it has opened."""
+        if self.info is not None and incarnation != self.info.incarnation:
+            _log.info("%s replica %s is another process than before", self.role, self.address)
+            self.on_doubt()
+
+    async def describe(self, vocabulary_fingerprint: str) -> None:
+        """Asks the replica what it is; afterwards it is alive.
+
+        Raises:
+            VocabularyMismatch: its vocabulary is not ours.
+            Unsupported: it is no service of this role.
+            SpecdecError, TimeoutError: it did not answer.
+        """
+        try:
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                info = await self.link.info()
+        except Unsupported as error:
+            raise Unsupported(f"{self.address} is not a {self.role} service: {error.message}") from error
+        if info.role != self.role:
+            raise Unsupported(f"{self.address} is not a {self.role} service but a {info.role} service")
+        if info.vocabulary_fingerprint != vocabulary_fingerprint:
+            raise VocabularyMismatch(
+                f"{self.role} replica {info.replica_id} at {self.address} has vocabulary fingerprint "
+                f"{info.vocabulary_fingerprint}, the tokenizer has {vocabulary_fingerprint}"
+            )
+        if not self.is_alive:
+            _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
+            self.lateness.forgive()
+        if self.info is not None and info.model_fingerprint != self.model:
+            _log.warning(
+                "%s replica %s serves model %s now, %s before",
+                self.role,
+                self.address,
+                info.model_fingerprint,
+                self.model,
+            )
+        self.info = info
+        self.is_alive = True
+        self._new_sessions = 0
+        self._complaint = ""
+
+
+DraftReplica = Replica[DraftLink]
+TargetReplica = Replica[TargetLink]
+
+
+def _open_replica(role: str, address: str) -> Replica[Any]:
+    return Replica(role, address, DraftLink(address) if role == DRAFT else TargetLink(address))
+
+
+class ReplicaPools:
+    """All replicas of both roles. Used from one event loop."""
+
+    def __init__(
+        self,
+        vocabulary_fingerprint: str,
+        *,
+        static_endpoints: Collection[tuple[str, str]] = (),
+        registry: ReplicaRegistry | None = None,
+        poll_interval_s: float = 1.0,
+        on_readiness: Callable[[bool], Awaitable[None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
+            on_readiness: awaited whenever the answer to "is a target replica connected" changes.
+        """
+        self.vocabulary_fingerprint = vocabulary_fingerprint
+        self._static = frozenset(static_endpoints)
+        self._registry = None if static_endpoints else registry
+        self._poll_interval_s = poll_interval_s
+        self._on_readiness = on_readiness
+        self._replicas: dict[tuple[str, str], Replica[Any]] = {}
+        self._draft_pool_names: set[str] = set()
+        self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Those under way."""
+        self._was_ready = False
+        self._has_been_ready = False
+        self._last_target_info: EngineInfo | None = None
+        self._doubt = asyncio.Event()
+
+    def targets(self) -> list[TargetReplica]:
+        """Every target replica that ever described itself, alive or not, by address."""
+        return self._known(TARGET)
+
+    def drafts(self, pool: str) -> list[DraftReplica]:
+        return [replica for replica in self._known(DRAFT) if replica.pool == pool]
+
+    def all_replicas(self) -> list[Replica[Any]]:
+        return self._known(TARGET) + self._known(DRAFT)
+
+    def _known(self, role: str) -> list[Replica[Any]]:
+        return [replica for (kind, _), replica in sorted(self._replicas.items()) if kind == role and replica.info]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a target replica can serve now."""
+        return any(replica.is_alive for replica in self.targets())
+
+    @property
+    def target_info(self) -> EngineInfo:
+        """What is served, as the target replicas describe it; the last known while none is reachable.
+
+        Raises:
+            Unavailable: no target replica has been connected yet.
+        """
+        infos = sorted(
+            ((not replica.is_alive, replica.info) for replica in self.targets() if replica.info),
+            key=lambda pair: pair[0],
+        )
+        if infos:
+            self._last_target_info = infos[0][1]
+        if self._last_target_info is None:
+            raise Unavailable("no target replica has been connected yet")
+        return self._last_target_info
+
+    def serves(self, target_fingerprint: str) -> bool:
+        """Whether a live target replica has this model."""
+        return any(replica.is_alive and replica.model == target_fingerprint for replica in self.targets())
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest session that every live target replica can hold, so that failover never meets a smaller one."""
+        live = [replica.info.max_context_tokens for replica in self.targets() if replica.is_alive and replica.info]
+        return min(live or [self.target_info.max_context_tokens])
+
+    @property
+    def max_gamma(self) -> int:
+        """Most draft tokens a round that every live replica allows."""
+        return min([self.target_info.max_gamma, *(r.info.max_gamma for r in self.all_replicas() if r.info)])
+
+    def route_draft(self, pool: str) -> str:
+        """The draft pool of a request that asked for `pool` ("": any); "" when there is no draft pool at all.
+
+        Raises:
+            NotFound: no draft pool of that name has ever been seen.
+        """
+        if pool and pool not in self._draft_pool_names:
+            raise NotFound(f"speculation.draft_pool {pool[:64]!r} is not a draft pool", reason="POOL_NOT_FOUND",
+                           field="speculation.draft_pool")  # fmt: skip
+        if pool:
+            return pool
+        live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})
+        return next(iter(live or sorted(self._draft_pool_names)), "")
+
+    async def poll(self) -> None:
+        """Looks at every replica once: connects new ones, revives and buries old ones.
+
+        Raises:
+            VocabularyMismatch: a static endpoint serves another vocabulary before a target replica was ever connected.
+                Later, and for discovered replicas, the replica is left out and logged: what streams goes on.
+        """
+        endpoints = await self._endpoints()
+        for key in self._replicas.keys() - endpoints:
+            await self._replicas.pop(key).link.close()
+        for key in endpoints - self._replicas.keys():
+            self._replicas[key] = _open_replica(*key)
+            self._replicas[key].on_doubt = self._doubt.set
+        await self._check_all()
+        if self.is_ready != self._was_ready:
+            self._was_ready, self._has_been_ready = self.is_ready, True
+            if self._on_readiness is not None:
+                await self._on_readiness(self._was_ready)
+
+    async def watch(self) -> None:
+        """Polls for ever, at once where a replica is in doubt. Raises as `poll` does."""
+        while True:
+            self._doubt.clear()
+            await self.poll()
+            await asyncio.sleep(min(MIN_POLL_INTERVAL_S, self._poll_interval_s))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_interval_s - MIN_POLL_INTERVAL_S):
+                    await self._doubt.wait()
+
+    async def close(self) -> None:
+        """Closes every connection. Idempotent."""
+        for check in self._checks.values():
+            check.cancel()
+        replicas, self._replicas = list(self._replicas.values()), {}
+        await asyncio.gather(*(replica.link.close() for replica in replicas))
+
+    async def release(self, session_id: str) -> None:
+        """Asks every live replica to free a session's KV. A replica that cannot be reached will evict it itself."""
+        live = [replica for replica in self.all_replicas() if replica.is_alive]
+        results = await asyncio.gather(
+            *(replica.link.release([session_id]) for replica in live), return_exceptions=True
+        )
+        for replica, result in zip(live, results, strict=True):
+            if isinstance(result, BaseException):
+                _log.warning("releasing a session on %s failed: %s", replica.address, result)
+
+    async def _endpoints(self) -> set[tuple[str, str]]:
+        if self._registry is None:
+            return set(self._static)
+        try:
+            return {
+                (role, record.address)
+                for role in (DRAFT, TARGET)
+                for record in await self._registry.replicas(role)
+            }  # fmt: skip
+        except SpecdecError as error:
+            # Without the registry the replicas we have go on serving.
+            _log.warning("the replica registry cannot be read: %s", error)
+            return set(self._replicas)
+
+    async def _check_all(self) -> None:
+        """Checks every replica. What a hung one takes beyond `POLL_PATIENCE_S` goes on beside the next polls."""
+        for key, replica in self._replicas.items():
+            if key not in self._checks:
+                self._checks[key] = asyncio.create_task(self._check(key, replica), name=f"check {replica.address}")
+        if self._checks:
+            await asyncio.wait(self._checks.values(), timeout=POLL_PATIENCE_S)
+        for key, check in list(self._checks.items()):
+            if check.done():
+                del self._checks[key]
+                check.result()
+
+    async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
+        try:
+            await replica.describe(self.vocabulary_fingerprint)
+        except VocabularyMismatch as error:
+            if key in self._static and not self._has_been_ready:
+                raise
+            replica.refuse(error)
+        except Unsupported as error:
+            replica.refuse(error)
+        except (SpecdecError, TimeoutError) as error:
+            replica.fail(error)
+        else:
+            if replica.role == DRAFT:
+                self._draft_pool_names.add(replica.pool)

@@ -1,0 +1,110 @@
+"""A turn's input as tokens, against what the session already holds, and how long its output may be.
+
+Not here: checks that need no tokens (`validation`). Called by `generations`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from coordinator.front.validation import DEFAULT_MAX_NEW_TOKENS
+from coordinator.requests import GenerationRequest
+from coordinator.text.tokenizer import ServedTokenizer
+from specdec.errors import InvalidRequest
+from specdec.types import SamplingParams, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a turn does to the session's tokens before its output begins."""
+
+    keep: int
+    """Tokens of the session that stay."""
+    new_token_ids: TokenIds
+    field: str
+    """The request field it came from."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keep + len(self.new_token_ids)
+
+
+def encode_prompt(
+    request: GenerationRequest,
+    held: TokenIds,
+    tokenizer: ServedTokenizer,
+    max_context_tokens: int | None = None,
+    *,
+    given_up: threading.Event | None = None,
+) -> Prompt:
+    """Tokens of a turn. A text or ids are appended; a conversation keeps its longest common prefix with the session.
+
+    Args:
+        request: with an input.
+        held: uint32 [n]: the session's tokens; empty for a new session, which alone gets special tokens.
+        max_context_tokens: a text that cannot fit is refused before it is encoded; `resolve_sampling` counts the rest.
+        given_up: set by whoever does not wait any longer.
+
+    Raises:
+        InvalidRequest: the input is empty or far too long (CONTEXT_TOO_LONG), the tokenizer or the template cannot take
+            it, or a conversation meets a model without a template (NO_CHAT_TEMPLATE).
+        GivenUp: `given_up` was set.
+    """
+    most = None if max_context_tokens is None else max_context_tokens - 1
+    if request.messages is not None:
+        turns = [turn.as_dict() for turn in request.messages]
+        whole = np.asarray(tokenizer.encode_chat(turns, max_tokens=most, given_up=given_up), np.uint32)
+        keep = _common_prefix_len(held, whole)
+        prompt = Prompt(keep, whole[keep:], "messages")
+    elif request.token_ids is not None:
+        prompt = Prompt(len(held), request.token_ids, "prompt_token_ids")
+    else:
+        token_ids = tokenizer.encode(
+            request.text or "",
+            add_special_tokens=len(held) == 0,
+            max_tokens=None if most is None else most - len(held),
+            given_up=given_up,
+        )
+        prompt = Prompt(len(held), np.asarray(token_ids, np.uint32), "prompt")
+    if prompt.num_tokens == 0:
+        raise InvalidRequest(f"{prompt.field} must not be empty", field=prompt.field)
+    return prompt
+
+
+def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tokens: int) -> SamplingParams:
+    """Fills in what depends on the session: the output's limit and, for an unseeded request, a seed.
+
+    Raises:
+        InvalidRequest: CONTEXT_TOO_LONG, naming the field at fault and the limit.
+    """
+    room = max_context_tokens - prompt.num_tokens
+    if room < 1:
+        raise InvalidRequest(
+            f"{prompt.field} must leave room for an output token: the session would hold {prompt.num_tokens} tokens, "
+            f"the context is {max_context_tokens}",
+            reason="CONTEXT_TOO_LONG",
+            field=prompt.field,
+        )
+    asked = request.sampling.max_new_tokens
+    if asked > room:
+        raise InvalidRequest(
+            f"sampling.max_new_tokens must be at most {room} after {prompt.num_tokens} tokens in a context of "
+            f"{max_context_tokens}, got {asked}",
+            reason="CONTEXT_TOO_LONG",
+            field="sampling.max_new_tokens",
+        )
+    return replace(
+        request.sampling,
+        max_new_tokens=asked or min(DEFAULT_MAX_NEW_TOKENS, room),
+        seed=request.sampling.seed if request.is_seeded else secrets.randbits(64),
+    )
+
+
+def _common_prefix_len(held: TokenIds, whole: TokenIds) -> int:
+    shorter = min(len(held), len(whole))
+    differences = np.flatnonzero(held[:shorter] != whole[:shorter])
+    return int(differences[0]) if len(differences) else shorter

@@ -1,0 +1,169 @@
+"""Small steps through recordings of themselves (`--compile-backend captured`), the default on a CUDA device.
+
+A draft step or a verification is a few hundred kernels of a few microseconds each, and launching them one by one takes
+longer than running them. So the eager pass of a Llama-shaped model is recorded once for each of a few sizes
+(`engine.captured.buckets`), over buffers that stay; a step copies its numbers into the buffers of the smallest size
+that holds it and replays. Prefill chunks, larger steps and other models run eagerly.
+
+Not here: the arithmetic, which is the eager pass's own (`engine.model.llama_stack`), and who sees whom
+(`engine.captured.static_attention`). Built by `engine.loader`, called by `engine.model.model_runner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+
+from specdec.engine.base import ModelShape, SequenceSlice
+from specdec.engine.captured.buckets import Bucket, Buckets
+from specdec.engine.captured.capture import Capture, CudaCapture
+from specdec.engine.captured.static_attention import GatheredAttention, StaticAttention
+from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
+from specdec.engine.captured.varlen_attention import find_varlen_attention
+from specdec.engine.compiled.steps import AUTO, CAPTURED, CompileOptions, GraphSource, first_line
+from specdec.engine.model.kv_cache import KvCache
+from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.model_runner import ForwardPass
+from specdec.engine.model.start_progress import shown
+from specdec.errors import Unsupported
+
+_log = logging.getLogger(__name__)
+
+
+def wants_capture(options: CompileOptions, device: torch.device) -> bool:
+    """Whether steps are to be captured where the model allows it; the KV pool then needs a scratch block.
+
+    Raises:
+        Unsupported: they are to be, and there is nothing to record them with.
+    """
+    is_possible = device.type == "cuda" or options.capture is not None
+    if options.backend == CAPTURED and not is_possible:
+        raise Unsupported(f"captured steps need a CUDA device, not {device.type}", field="compile_backend")
+    return is_possible and options.backend in (AUTO, CAPTURED) and bool(options.row_counts)
+
+
+def capture_steps(
+    options: CompileOptions, source: GraphSource, forward: ForwardPass, shape: ModelShape
+) -> CapturedSteps | None:
+    """Records the steps of a service that `wants_capture`.
+
+    Args:
+        options: what to record: `row_counts` are the rows of one sequence.
+        source: the model, as it was loaded; its cache has one block more than `shape` says.
+        forward: its eager pass.
+        shape: the worker's.
+
+    Returns:
+        None where steps stay eager, which one log line says.
+
+    Raises:
+        Unsupported: they were asked for by name and cannot be captured.
+    """
+    if not isinstance(forward, LlamaStack):
+        problem = f"a model of type {source.model.config.model_type} has no captured steps"
+        if options.backend == CAPTURED:
+            raise Unsupported(problem, field="compile_backend")
+        _log.info("%s: it runs eagerly", problem)
+        return None
+    device = source.cache.layers[0].blocks.device
+    began_s = time.monotonic()
+    try:
+        capture = options.capture or CudaCapture(device)
+        attention = find_varlen_attention(source.cache, source.layer_kinds, capture)
+        attention = attention or GatheredAttention(source.cache, source.layer_kinds)
+        buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
+        steps = CapturedSteps(forward, source.cache, attention, buckets, shape.vocabulary_size)
+        steps.record(capture)
+    except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
+        problem = f"steps cannot be captured here: {first_line(error)}"
+        if options.backend == CAPTURED:
+            raise Unsupported(problem, field="compile_backend") from error
+        _log.warning("%s; they run eagerly", problem)
+        return None
+    _log.info(
+        "captured %d of %d step graphs with %s attention in %.1f s",
+        steps.num_recorded,
+        steps.num_recorded + steps.num_without_room,
+        attention.name,
+        time.monotonic() - began_s,
+    )
+    return steps
+
+
+class CapturedSteps:
+    """The recordings of one worker. Not thread-safe: one step at a time, as the worker's."""
+
+    def __init__(
+        self,
+        stack: LlamaStack,
+        cache: KvCache,
+        attention: StaticAttention,
+        buckets: Buckets,
+        vocabulary_size: int,
+    ) -> None:
+        """Allocates the buffers.
+
+        Args:
+            stack: the eager pass.
+            cache: the pool; its last block is the scratch block, which no sequence may have.
+            attention: over `cache`.
+            buckets: what to record.
+            vocabulary_size: of each row of logits so many are kept.
+        """
+        self._stack = stack
+        self._attention = attention
+        self._buckets = buckets
+        self._scratch_block = cache.num_blocks - 1
+        pool, sizes = cache.layers[0].blocks, buckets.largest_first()
+        most_rows = max((bucket.num_rows for bucket in sizes), default=0)
+        self._numbers = StepNumbers(max(map(input_size, sizes), default=0), pool.device)
+        self._logits = torch.zeros(most_rows, vocabulary_size, dtype=pool.dtype, device=pool.device)
+        self._steps: dict[Bucket, tuple[StaticInputs, Callable[[], None]]] = {}
+        self.num_without_room = 0
+        """Buckets that the device had no memory left for."""
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._steps)
+
+    def record(self, capture: Capture) -> None:
+        """Records the buckets, largest first, while the buffers hold nothing but padding.
+
+        One that the device's memory is too small for stays eager.
+        """
+        parts = [list(part) for _, part in groupby(self._buckets.largest_first(), lambda bucket: bucket.num_sequences)]
+        with torch.inference_mode():
+            for part in shown(parts, "capturing step graphs", lambda part: f"{part[0].num_sequences} sequences"):
+                for bucket in part:
+                    inputs = StaticInputs(bucket, self._numbers, self._scratch_block)
+                    inputs.fill(())
+                    try:
+                        self._steps[bucket] = inputs, capture(self._step_of(inputs))
+                    except torch.OutOfMemoryError:
+                        self.num_without_room += 1
+
+    def _step_of(self, inputs: StaticInputs) -> Callable[[], None]:
+        def step() -> None:
+            batch, context = self._attention.lay_out(inputs)
+            logits = self._stack(batch, context)
+            self._logits[: len(logits)].copy_(logits[:, : self._logits.shape[1]])
+
+        return step
+
+    def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        """Runs a step if one of the recordings holds it; within inference mode.
+
+        Returns:
+            [R, V] logits in the model's dtype, valid until the next step; None: nothing was run.
+        """
+        bucket = self._buckets.smallest_for(slices)
+        if bucket not in self._steps:
+            return None
+        inputs, replay = self._steps[bucket]
+        inputs.fill(slices)
+        replay()
+        return self._logits[: sum(piece.num_logit_rows for piece in slices)]

@@ -1,0 +1,326 @@
+"""Turns a Hugging Face decoder-only checkpoint, unchanged, into a worker.
+
+Loads the model with our attention in place of transformers', learns from a probe step what each layer caches and how
+it attends (no table of architectures), sizes the KV pool. Called by the services' entry points and by tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.engine.base import ModelShape, Worker
+from specdec.engine.captured.steps import capture_steps, wants_capture
+from specdec.engine.compiled.steps import AUTO, NATIVE, CompileOptions, GraphSource, forward_pass, require_backend
+from specdec.engine.model.attention import ATTENTION_NAME, register_attention
+from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.device_memory import DeviceMemory, kv_pool_bytes
+from specdec.engine.model.int8_projection import Int8Projection
+from specdec.engine.model.kv_cache import KvCache, block_bytes
+from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
+from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward
+from specdec.engine.model.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
+from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
+from specdec.engine.native.library import load_library
+from specdec.engine.native.runner import NativeRunner
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.types import BLOCK_TOKENS
+from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
+_CPU_SESSIONS = 64
+_CPU_SESSION_TOKENS = 2048
+_CPU_POOL_BYTES = 1 << 30
+# What a CUDA pool takes of the memory that is left to it once the weights are loaded: captured steps keep their
+# working memory for good.
+_CUDA_KV_SHARE = 0.9
+_CUDA_KV_SHARE_CAPTURED = 0.8
+
+
+def load_worker(
+    model: str,
+    *,
+    device: str,
+    dtype: str,
+    kv_cache_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    num_kv_blocks: int | None = None,
+    num_threads: int | None = None,
+    compiling: CompileOptions | None = None,
+    self_check: bool = True,
+) -> Worker:
+    """Loads a checkpoint and its KV pool.
+
+    Args:
+        model: a checkpoint directory or a hub id.
+        device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
+        dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere;
+            `int8` rounds the weights of the layers' products (CPU only), all else being float32.
+        kv_cache_bytes: bytes of the KV pool.
+        gpu_memory_utilization: share of a CUDA device's whole memory for weights, KV pool and working memory together,
+            where `kv_cache_bytes` is not given; None: nearly all that is free.
+        num_kv_blocks: blocks of the KV pool, instead.
+        num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
+        compiling: what is compiled or captured, here and now; None: the native kernels where they compute the model.
+        self_check: compare the worker's logits with the model's own forward pass, and refuse one that differs.
+
+    Raises:
+        InvalidRequest: no such checkpoint, device, dtype or compile backend, no room for a single block, or not the
+            share of the device's memory that is asked for.
+        Unsupported: not a decoder-only model, one that is computed differently here than by transformers, int8
+            elsewhere than on a CPU, or a backend that cannot compile or capture it.
+    """
+    compiling = compiling or CompileOptions()
+    require_backend(compiling.backend)
+    directory = locate_checkpoint(model)
+    torch_device = _device(device)
+    is_captured = wants_capture(compiling, torch_device)
+    is_int8 = dtype == "int8"
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    config = _load_config(model, directory)
+    token_to_id = load_vocabulary(directory)
+    _log.info("loading weights of %s to %s", model, torch_device)
+    loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
+    with refusing_failures(config):
+        layers = probe_layers(loaded)
+        shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
+        context = _model_context(loaded.config)
+        if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
+            kv_share = _CUDA_KV_SHARE_CAPTURED if is_captured else _CUDA_KV_SHARE
+            memory = DeviceMemory.of(torch_device)
+            kv_cache_bytes = kv_pool_bytes(memory, utilization=gpu_memory_utilization, kv_share=kv_share)
+        blocks = _pool_blocks(block_bytes(shapes, loaded.dtype), context, kv_cache_bytes, num_kv_blocks)
+        vocabulary = vocabulary_fingerprint(token_to_id)
+        served_dtype = "int8" if is_int8 else str(loaded.dtype).removeprefix("torch.")
+        shape = ModelShape(
+            vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
+            max_context_tokens=min(context, blocks * BLOCK_TOKENS),
+            eos_token_ids=_eos_token_ids(loaded),
+            model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
+            vocabulary_fingerprint=vocabulary,
+            num_kv_blocks=blocks,
+            dtype=served_dtype,
+            device=str(torch_device),
+        )
+        library = _native_library(compiling, loaded)
+        reference = None
+        if self_check:
+            reference = take_reference(loaded, shape, kinds, _arithmetic(loaded, is_int8, library is not None))
+        loaded.set_attn_implementation(ATTENTION_NAME)
+        # The last block is the captured steps' own: what they store of padding.
+        cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=loaded.dtype, device=torch_device)
+        worker = _make_worker(loaded, cache, kinds, shape, compiling, library)
+        if reference is not None:
+            require_same(worker, reference, config.model_type)
+    return worker
+
+
+def _make_worker(
+    model: PreTrainedModel,
+    cache: KvCache,
+    kinds: list[AttentionKind],
+    shape: ModelShape,
+    compiling: CompileOptions,
+    library: ctypes.CDLL | None,
+) -> Worker:
+    """Takes the model apart."""
+    is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
+    if library is not None:
+        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8)
+    source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
+    forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
+    is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
+    recorded = capture_steps(compiling, source, forward, shape) if is_captured else None
+    return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device, recorded=recorded)
+
+
+def _arithmetic(model: PreTrainedModel, is_int8: bool, is_native: bool) -> Arithmetic:
+    """What the worker to be made of `model` rounds."""
+    if not is_int8:
+        return Arithmetic(torch.finfo(model.dtype).eps)
+    if is_native:  # activations have 16 bits, of which a row's largest takes all
+        return Arithmetic(torch.finfo(torch.float16).eps, NativeRunner.round_weight)
+    return Arithmetic(torch.finfo(torch.bfloat16).eps, Int8Projection.round_weight)
+
+
+def _native_library(compiling: CompileOptions, model: PreTrainedModel) -> ctypes.CDLL | None:
+    """The kernels, if `model` is to run through them."""
+    if compiling.backend not in (AUTO, NATIVE) or model.device.type != "cpu":
+        return None
+    try:
+        library = load_library(compiling.directory)
+    except Unsupported as error:
+        if compiling.backend == NATIVE:
+            raise
+        _log.warning("slower without native kernels: %s", error.message)
+        return None
+    if NativeRunner.fits(library, model):
+        return library
+    if compiling.backend == NATIVE:
+        raise Unsupported(
+            f"native kernels do not compute a model of type {model.config.model_type} of this shape in "
+            f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}",
+            field="compile_backend",
+        )
+    return None
+
+
+def _forward_pass(model: PreTrainedModel, is_int8: bool) -> ForwardPass:
+    plain = partial(Projection, both_layouts=keeps_both_layouts(model))
+    # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
+    kinds = ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=plain)
+    if LlamaStack.fits(model):
+        return LlamaStack(model, kinds)
+    if model.device.type == "cpu":
+        relayout_linears(model, kinds)
+    return TransformersForward(model)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequest(f"device {name!r} is unknown", field="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidRequest(f"device {name!r} is neither cpu nor cuda", field="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequest(f"device {name!r} is not present on this machine", field="device")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name == "int8":
+        if device.type != "cpu":
+            raise Unsupported("dtype int8 runs on a CPU only; take bfloat16 on a GPU", field="dtype")
+        return torch.float32
+    if name not in _DTYPES:
+        raise InvalidRequest(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}, int8", field="dtype")
+    return _DTYPES[name]
+
+
+def _load_config(model: str, directory: Path) -> PreTrainedConfig:
+    if not (directory / "config.json").is_file():
+        raise InvalidRequest(f"model {model!r} has no config.json", field="model")
+    try:
+        # Never the checkpoint's own code; unset, transformers would ask on stdin.
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # a hostile config.json raises whatever its class happens to
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise Unsupported(f"model {model!r} needs code of its own, which is never run") from error
+        raise InvalidRequest(
+            f"model {model!r} has an unreadable config.json: {_first_line(error)}", field="model"
+        ) from error
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other_layers:
+        layers = ", ".join(sorted(other_layers))
+        raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
+    return config
+
+
+def _load_model(
+    model: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device
+) -> PreTrainedModel:
+    # Checked on the class: a model that ignores the switch would run its own attention, without our cache.
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
+    register_attention()
+    register_probe()
+    try:
+        with _quietly():
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
+                trust_remote_code=False,
+            )  # fmt: skip
+    except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
+        # A class that cannot even be made without weights is not the checkpoint's fault.
+        with refusing_failures(config), _quietly(), torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
+        raise InvalidRequest(f"model {model!r} cannot be loaded: {_first_line(error)}", field="model") from error
+    if report["missing_keys"]:
+        name = min(report["missing_keys"])
+        raise InvalidRequest(f"model {model!r} lacks weights, {name} for one", field="model")
+    return loaded.to(device).eval()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps transformers' progress bars and reports off stderr: what is wrong comes as one error."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _model_context(config: PreTrainedConfig) -> int:
+    """Positions the model was made for."""
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    if not context:
+        raise Unsupported(f"a model of type {config.model_type} does not say how many positions it has")
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    # Their frequencies change with the longest sequence of the batch: beyond the original context one session's
+    # length would change another's logits.
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return int(min(context, original or context))
+    return int(context)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None) -> int:
+    if num_kv_blocks is not None:
+        blocks = num_kv_blocks
+    elif kv_cache_bytes is not None:
+        blocks = kv_cache_bytes // bytes_per_block
+    else:
+        wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
+        # A model so wide that the cap holds no whole context still gets one.
+        blocks = max(
+            min(wanted, _CPU_POOL_BYTES // bytes_per_block), -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
+        )
+    if blocks < 1:
+        raise InvalidRequest(
+            f"the KV pool has no room for one block of {bytes_per_block} bytes", field="kv_cache_bytes"
+        )
+    return blocks

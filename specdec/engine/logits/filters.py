@@ -1,0 +1,319 @@
+"""Logits to distributions, batched over the rows of a step: the torch twin of `specdec.core.filters`.
+
+Takes the logits of one whole step (`[R, V]`, any device); rows whose filters are neutral cost a softmax, and sorting
+happens on the likeliest few tokens unless the distribution itself is wider. Everything is float64 but the plain greedy
+choice. Not here: drawing (`specdec.engine.logits.rows`). Called by the proposer and the verifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.logits.transfer import to_device
+from specdec.types import SamplingFilters
+
+MemberT = TypeVar("MemberT")
+
+#: Logits that distributions are made of at once, as far as one call's rows allow: some 75 bytes of working memory each.
+MAX_BATCH_LOGITS = 1 << 24
+
+#: Candidates a top-p cut looks at first.
+_FIRST_CANDIDATES = 512
+
+#: And how many times more it looks at next, where those did not reach far enough.
+_CANDIDATE_GROWTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FilterContext:
+    """What a row's distribution depends on besides its logits."""
+
+    filters: SamplingFilters
+    history: Sequence[int]
+    """All session tokens before the row's position, draft tokens included."""
+    output_start: int
+    """Position of this turn's first output token."""
+
+    @property
+    def masks_end(self) -> bool:
+        filters = self.filters
+        return bool(filters.end_token_ids) and len(self.history) - self.output_start < filters.min_new_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias, penalties or the mask touch this row at all."""
+        return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end
+
+
+def split_batches(
+    members: Sequence[MemberT], num_rows: Callable[[MemberT], int], num_tokens: int
+) -> list[list[MemberT]]:
+    """Cuts a step's calls into batches that `MAX_BATCH_LOGITS` allows; one too large for it is a batch of its own.
+
+    Args:
+        members: in the order of their rows.
+        num_rows: how many rows of logits a member has.
+        num_tokens: V, the width of a row.
+    """
+    batches: list[list[MemberT]] = []
+    room = 0
+    for member in members:
+        size = num_rows(member) * num_tokens
+        if size > room:
+            batches.append([])
+            room = MAX_BATCH_LOGITS
+        batches[-1].append(member)
+        room -= size
+    return batches
+
+
+def greedy_choices(logits: StepLogits, contexts: Sequence[FilterContext]) -> list[int]:
+    """The likeliest token of each row after bias, penalties and masks; ties go to the lower id.
+
+    Args:
+        logits: R rows.
+        contexts: R contexts; temperature, top-k, top-p and min-p cannot change the answer and are not looked at.
+    """
+    touched = [row for row, context in enumerate(contexts) if context.changes_logits]
+    choices = list(logits.likeliest_ids)
+    if touched:
+        scores = logits.select(touched).values.to(torch.float64)  # [N, V]
+        _process_logits(scores, [contexts[row] for row in touched])
+        for row, choice in zip(touched, scores.argmax(dim=-1).tolist(), strict=True):
+            choices[row] = choice
+    return choices
+
+
+def processed_logits(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
+    """Logits after bias, penalties and masks, float64 [R, V]; what `greedy_choices` chooses by."""
+    scores = logits.to(torch.float64, copy=True)
+    _process_logits(scores, contexts)
+    return scores
+
+
+def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
+    """The distribution of each row; the batched `specdec.core.filters.filtered_distribution`.
+
+    Args:
+        logits: float32 [R, V]; not changed.
+        contexts: R contexts.
+
+    Returns:
+        float64 [R, V], rows sum to 1; one-hot where greedy.
+    """
+    scores = processed_logits(logits, contexts)  # [R, V]
+    params = [context.filters for context in contexts]
+    greedy = [row for row, filters in enumerate(params) if filters.is_greedy]
+    dense = [
+        row
+        for row, filters in enumerate(params)
+        if not filters.is_greedy and not _limits_number(filters, scores.shape[-1]) and filters.top_p >= 1.0
+    ]
+    cut = sorted(set(range(len(params))) - set(greedy) - set(dense))
+    if len(dense) == len(params):
+        return _dense_distributions(scores, params)
+    if len(cut) == len(params):
+        return _cut_distributions(scores, params)
+    distributions = torch.zeros_like(scores)
+    if greedy:
+        distributions[greedy, scores[greedy].argmax(dim=-1)] = 1.0
+    if dense:
+        index = to_device(dense, scores.device, torch.int64)
+        distributions[index] = _dense_distributions(scores[index], [params[row] for row in dense])
+    if cut:
+        index = to_device(cut, scores.device, torch.int64)
+        distributions[index] = _cut_distributions(scores[index], [params[row] for row in cut])
+    return distributions
+
+
+def _limits_number(filters: SamplingFilters, num_tokens: int) -> bool:
+    """Whether top-k cuts anything off a row of `num_tokens` tokens."""
+    return 0 < filters.top_k < num_tokens
+
+
+def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
+    """Adds bias, applies penalties and the min_new_tokens mask, in place; `scores` float64 [R, V]."""
+    biased = [(row, c.filters.logit_bias) for row, c in enumerate(contexts) if c.filters.logit_bias]
+    if biased:
+        where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
+        scores[where] += _column(scores, chain.from_iterable(bias.values() for _, bias in biased))
+    repeated = [
+        (row, np.unique(np.asarray(c.history, dtype=np.int64)), c.filters.repetition_penalty)
+        for row, c in enumerate(contexts)
+        if c.filters.repetition_penalty != 1.0 and len(c.history)
+    ]
+    if repeated:
+        where = row_and_column(scores, [(row, seen) for row, seen, _ in repeated])
+        penalty = _column(scores, np.concatenate([np.full(len(seen), value) for _, seen, value in repeated]))
+        values = scores[where]
+        scores[where] = torch.where(values < 0, values * penalty, values / penalty)
+    counted = [
+        (row, c.filters, *np.unique(np.asarray(c.history[c.output_start :], dtype=np.int64), return_counts=True))
+        for row, c in enumerate(contexts)
+        if c.filters.presence_penalty != 0.0 or c.filters.frequency_penalty != 0.0
+    ]
+    if counted:
+        where = row_and_column(scores, [(row, emitted) for row, _, emitted, _ in counted])
+        scores[where] -= _column(
+            scores,
+            np.concatenate([filters.presence_penalty + filters.frequency_penalty * n for _, filters, _, n in counted]),
+        )
+    masked = [(row, c.filters.end_token_ids) for row, c in enumerate(contexts) if c.masks_end]
+    if masked:
+        where = row_and_column(scores, masked)
+        before = scores[where]
+        scores[where] = -torch.inf
+        # A mask that would leave no token at all is not applied.
+        is_empty = scores.amax(dim=-1) == -torch.inf  # [R]
+        scores[where] = torch.where(is_empty[where[0]], before, scores[where])
+
+
+def row_and_column(
+    scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.int64]]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column indices of many (row, ids), for one gather or scatter."""
+    pairs = list(ids_by_row)
+    rows = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
+    columns = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in pairs])
+    device = scores.device
+    return to_device(rows, device, torch.int64), to_device(columns, device, torch.int64)
+
+
+def _column(scores: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
+    """float64 values, one a row or an entry, beside `scores`."""
+    return to_device(list(values), scores.device, torch.float64)
+
+
+def _weights(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
+    """exp(logit / T) with the likeliest at exactly 1; overwrites `scores` (float64 [N, V]) and returns it."""
+    scores -= scores.amax(dim=-1, keepdim=True)
+    if any(filters.temperature != 1.0 for filters in params):
+        scores /= _column(scores, (filters.temperature for filters in params))[:, None]
+    return scores.exp_()
+
+
+def _apply_min_p(weights: torch.Tensor, params: Sequence[SamplingFilters]) -> None:
+    """Drops weights (float64 [N, K], the largest 1) below min_p, in place."""
+    if any(filters.min_p > 0.0 for filters in params):
+        weights[weights < _column(weights, (filters.min_p for filters in params))[:, None]] = 0.0
+
+
+def _dense_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
+    """Laws of rows with neither top-k nor top-p: no sorting; overwrites `scores` (float64 [N, V])."""
+    weights = _weights(scores, params)
+    _apply_min_p(weights, params)
+    return weights.div_(weights.sum(dim=-1, keepdim=True))
+
+
+def _cut_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
+    """Laws of rows with top-k or top-p, made from their likeliest tokens alone; `scores` float64 [N, V]."""
+    num_tokens = scores.shape[-1]
+    distributions = torch.zeros_like(scores)
+    limited = [row for row, filters in enumerate(params) if _limits_number(filters, num_tokens)]
+    nucleus = [row for row, filters in enumerate(params) if not _limits_number(filters, num_tokens)]
+    if limited:
+        _cut_rows(distributions, scores, params, limited, max(params[row].top_k for row in limited))
+    num_candidates = min(num_tokens, _FIRST_CANDIDATES)
+    if nucleus:
+        index = to_device(nucleus, scores.device, torch.int64)
+        totals = _weights(scores[index], [params[row] for row in nucleus]).sum(dim=-1)
+    while nucleus:
+        is_short = _cut_rows(distributions, scores, params, nucleus, num_candidates, totals)
+        if num_candidates == num_tokens:
+            break
+        short = [index for index, row_is_short in enumerate(is_short.tolist()) if row_is_short]
+        nucleus = [nucleus[index] for index in short]
+        totals = totals[to_device(short, scores.device, torch.int64)]
+        num_candidates = min(num_tokens, num_candidates * _CANDIDATE_GROWTH)
+    return distributions
+
+
+def _cut_rows(
+    distributions: torch.Tensor,
+    scores: torch.Tensor,
+    params: Sequence[SamplingFilters],
+    rows: list[int],
+    num_candidates: int,
+    totals: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Writes the distributions of `rows` from their likeliest `num_candidates` tokens.
+
+    Args:
+        distributions: float64 [N, V], zeros where written.
+        scores: float64 [N, V], before temperature.
+        params: N filters.
+        rows: which of the N, M of them.
+        num_candidates: no smaller than the largest top-k among them.
+        totals: float64 [M], the weight that top-p is a share of; None: that of the tokens top-k left.
+
+    Returns:
+        bool [M]: whether top-p reaches past the candidates, as top-p 1 always does; of rows without top-k, unless those
+        were all tokens, the distribution is not right yet.
+    """
+    chosen = [params[row] for row in rows]
+    index = to_device(rows, scores.device, torch.int64)
+    values, ids = likeliest(scores[index], num_candidates, floor=-torch.inf)  # [M, K]
+    weights = _weights(values, chosen)
+    if totals is None:
+        limits = to_device([filters.top_k for filters in chosen], scores.device, torch.int64)
+        weights[torch.arange(num_candidates, device=scores.device) >= limits[:, None]] = 0.0
+        totals = weights.sum(dim=-1)
+    # Top-p 1 is off: rounding in the sums must not cut a tail.
+    bounds = totals * _column(scores, (filters.top_p if filters.top_p < 1.0 else torch.inf for filters in chosen))
+    reach = weights.cumsum(dim=-1)
+    is_short = reach[:, -1] < bounds
+    weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0
+    _apply_min_p(weights, chosen)
+    distributions[index[:, None], ids] = weights / weights.sum(dim=-1, keepdim=True)
+    return is_short
+
+
+def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `num` largest of each row, largest first, ties by lower id.
+
+    Args:
+        values: float [N, V].
+        num: 1..V, or more for all.
+        floor: the value of entries that cannot matter; which of those are returned is not defined.
+
+    Returns:
+        Values and int64 ids, [N, min(num, V)].
+    """
+    if num >= values.shape[-1]:
+        return torch.sort(values, dim=-1, descending=True, stable=True)
+    top, ids = torch.topk(values, num + 1, dim=-1)
+    cuts, next_values = top[:, num - 1], top[:, num]
+    # topk takes any of the entries that tie at the cut. To find out whether one does would wait for an accelerator.
+    if values.device.type != "cpu" or ((cuts == next_values) & (cuts > floor)).any():
+        ids = _ids_from(values, cuts, num)
+    else:
+        ids = ids[:, :num].sort(dim=-1).values
+    ordered, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return ordered, ids.gather(-1, order)
+
+
+def _ids_from(values: torch.Tensor, cuts: torch.Tensor, num: int) -> torch.Tensor:
+    """The ids of each row's `num` largest, ascending; of those that equal the smallest of them, the lower ids.
+
+    Args:
+        values: float [N, V].
+        cuts: float [N]: the `num`-th largest of each row.
+        num: 1..V.
+
+    Returns:
+        int64 [N, num].
+    """
+    above, at_cut = values > cuts[:, None], values == cuts[:, None]
+    taken = above | (at_cut & (at_cut.cumsum(dim=-1) <= num - above.sum(dim=-1, keepdim=True)))
+    # Each taken id to the place of its rank, the others to one place more.
+    places = torch.where(taken, taken.cumsum(dim=-1) - 1, num)
+    ids = torch.arange(values.shape[-1], device=values.device).expand_as(places)
+    return ids.new_zeros(len(values), num + 1).scatter_(1, places, ids)[:, :num]

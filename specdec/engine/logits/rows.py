@@ -1,0 +1,324 @@
+"""From distributions to the wire, batched over the rows of a step: supports, distribution rows, coupled choices, logit
+rows.
+
+The torch twins of `specdec.core.sparse` and `specdec.core.coupling` on `[R, V]` tensors of any device; what crosses to
+the host is a few numbers a row. Everything that touches a distribution is float64. Not here: deciding what is accepted
+(that is the coordinator's, in `specdec.core`). Called by the proposer and the verifier, which find all they need in
+this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
+from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_likeliest
+from specdec.engine.logits.filters import (
+    FilterContext,
+    filtered_distributions,
+    greedy_choices,
+    likeliest,
+    processed_logits,
+    row_and_column,
+    split_batches,
+)
+from specdec.engine.logits.transfer import to_device, to_host
+from specdec.types import DistributionRow, LogitRow, Support, TokenIds
+
+__all__ = [
+    "FilterContext",
+    "coupled_choices",
+    "coupled_scores",
+    "cut_supports",
+    "distribution_rows",
+    "filtered_distributions",
+    "greedy_choices",
+    "gumbel_noise",
+    "likeliest",
+    "logit_rows",
+    "processed_logits",
+    "split_batches",
+]
+
+#: Candidates a support is cut from before the whole of `s_max` is looked at.
+_FIRST_CANDIDATES = 512
+
+#: Tokens per partial sum when z is drawn.
+_TAIL_BLOCK = 512
+
+#: Pairs of tokens whose noise is bounded at once: limits working memory, and on a CPU keeps it in cache.
+_NOISE_CHUNK_CPU = 1 << 14
+_NOISE_CHUNK_ACCELERATOR = 1 << 22
+
+#: Up to here, finding out who may win costs more than the logarithms it saves.
+_FEW_ENTRIES = 1 << 13
+
+#: A distribution with mass on fewer tokens than one in this many is looked at entry by entry.
+_SPARSE_ONE_IN = 4
+
+#: Relative; rounding costs about 1e-14.
+_BOUND_SLACK = 1e-9
+
+_WORD_RANGE = float(1 << 32)
+# 1 - u is at least half a step of the 52-bit grid: 2^-53, in units of 2^-32.
+_SMALLEST_GAP = 2.0**-21
+
+
+def cut_supports(
+    distributions: torch.Tensor, s_max: int, coverage: float = DEFAULT_COVERAGE
+) -> list[tuple[Support, float]]:
+    """Cuts each distribution (float64 [R, V]) to a support; the batched `specdec.core.sparse.cut_support`.
+
+    Returns:
+        R supports and the distribution mass outside each, 0..1.
+    """
+    s_max = min(s_max, distributions.shape[-1])
+    if s_max > _FIRST_CANDIDATES and distributions.device.type == "cpu":
+        return [_cut_by_mass(distribution, s_max, coverage) for distribution in distributions.numpy()]
+    first = min(s_max, _FIRST_CANDIDATES)
+    candidates = likeliest(distributions, first, floor=0.0)
+    masses, ids = to_host(*candidates)  # [R, first]
+    short = np.flatnonzero(masses.sum(axis=-1) < coverage) if first < s_max else np.empty(0, dtype=np.int64)
+    supports = [support_of_likeliest(ids[row], masses[row], coverage) for row in range(len(masses))]
+    if len(short):
+        masses, ids = to_host(
+            *likeliest(distributions[to_device(short, distributions.device, torch.int64)], s_max, floor=0.0)
+        )
+        for index, row in enumerate(short):
+            supports[row] = support_of_likeliest(ids[index], masses[index], coverage)
+    return supports
+
+
+def _cut_by_mass(distribution: NDArray[np.float64], s_max: int, coverage: float) -> tuple[Support, float]:
+    """`specdec.core.sparse.cut_support` of a distribution [V] on the host, for wide supports.
+
+    Numbers alone are sorted, some ten times sooner than ids by their numbers; which ids they are of, one comparison
+    with the smallest of them tells.
+    """
+    # All tokens below half of this together are less than what need not be covered.
+    masses = np.sort(distribution[distribution > (1.0 - coverage) / (2 * len(distribution))])[::-1][:s_max]
+    masses = masses[: int(np.searchsorted(np.cumsum(masses), coverage)) + 1]
+    # Those whose weight rounds to 0 are the last.
+    masses = masses[: int(np.count_nonzero(integer_shares(masses, masses[0])))]
+    ids = np.flatnonzero(distribution >= masses[-1])
+    if len(ids) > len(masses):  # of the tokens at the cut, those of lower id
+        at_cut = np.flatnonzero(distribution[ids] == masses[-1])
+        ids = np.delete(ids, at_cut[len(masses) - len(ids) :])
+    support = Support(token_ids=ids.astype(np.uint32), weights=integer_shares(distribution[ids], masses[0]))
+    return support, max(0.0, 1.0 - float(masses.sum()))
+
+
+def distribution_rows(
+    distributions: torch.Tensor, support_ids: Sequence[TokenIds], tail_uniforms: Sequence[float]
+) -> list[DistributionRow]:
+    """p seen through supports, with one token drawn outside each; the batched `specdec.core.sparse.distribution_row`.
+
+    Args:
+        distributions: float64 [R, V].
+        support_ids: R ascending id arrays, empty at bonus positions.
+        tail_uniforms: R uniforms in (0, 1).
+    """
+    num_rows, num_tokens = distributions.shape
+    where = row_and_column(distributions, list(enumerate(support_ids)))
+    # Sums per block, then inside the one block that is hit: one reading of the row, and a running sum on the host
+    # that never rises over a token of mass 0, which a parallel scan does not promise.
+    num_blocks = -(-num_tokens // _TAIL_BLOCK)
+    outside = distributions.new_zeros(num_rows, num_blocks * _TAIL_BLOCK)
+    outside[:, :num_tokens] = distributions
+    outside[where] = 0.0
+    blocks = outside.view(num_rows, num_blocks, _TAIL_BLOCK)
+    on_supports, block_masses = to_host(distributions[where], blocks.sum(dim=-1))  # [all supports], [R, num_blocks]
+    on_support = np.split(on_supports, np.cumsum([len(ids) for ids in support_ids])[:-1])
+    rests = block_masses.cumsum(axis=-1)[:, -1]
+    hits = [
+        locate_uniform(block_masses[row], tail_uniforms[row]) if rests[row] > 0.0 else (0, 0.0)
+        for row in range(num_rows)
+    ]
+    hit_blocks = to_device([block for block, _ in hits], distributions.device, torch.int64)
+    (inside,) = to_host(blocks[torch.arange(num_rows, device=distributions.device), hit_blocks])  # [R, _TAIL_BLOCK]
+    rows = []
+    for row, (block, point) in enumerate(hits):
+        weights = integer_weights(on_support[row], float(rests[row]))
+        if weights[-1] == 0:
+            rows.append(DistributionRow(weights=weights, tail_token_id=-1, tail_probability=0.0))
+            continue
+        entry = index_at_mass(inside[row], point)
+        rows.append(
+            DistributionRow(
+                weights, tail_token_id=block * _TAIL_BLOCK + entry, tail_probability=float(inside[row, entry])
+            )
+        )
+    return rows
+
+
+def coupled_choices(
+    distributions: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """argmax of log distribution + keyed Gumbel noise per row; the batched `specdec.core.coupling.coupled_choice`.
+
+    Args:
+        distributions: float64 [R, V].
+        seeds: R seeds, [0, 2^64).
+        turns: R turn ordinals.
+        positions: R absolute positions.
+
+    Returns:
+        The chosen ids and their probabilities.
+    """
+    keys = _noise_keys(seeds, turns, positions, distributions.device)
+    rows, ids = _possible_winners(distributions, keys)
+    entries = to_host(rows, ids, _entry_scores(distributions, keys, rows, ids), distributions[rows, ids])
+    row_of, id_of, scores, probabilities = entries
+    first = np.searchsorted(row_of, np.arange(len(distributions) + 1))
+    winners = [start + int(np.argmax(scores[start:end])) for start, end in pairwise(first)]
+    return id_of[winners].tolist(), probabilities[winners].tolist()
+
+
+def coupled_scores(
+    distributions: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """log distribution + keyed Gumbel noise, float64 [R, V]; -inf where the distribution is 0. Arguments as in
+    `coupled_choices`.
+
+    For those who want more than the likeliest: a logarithm for each entry with mass, where `coupled_choices` needs few.
+    """
+    keys = _noise_keys(seeds, turns, positions, distributions.device)
+    scores = torch.full_like(distributions, -torch.inf)
+    rows, ids = distributions.nonzero(as_tuple=True)  # noise only where there is mass
+    chunk = _NOISE_CHUNK_CPU if distributions.device.type == "cpu" else _NOISE_CHUNK_ACCELERATOR
+    for start in range(0, len(rows), chunk):
+        row, token_ids = rows[start : start + chunk], ids[start : start + chunk]
+        scores[row, token_ids] = _entry_scores(distributions, keys, row, token_ids)
+    return scores
+
+
+def _noise_keys(
+    seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """What each row's noise is keyed by, int64 [R, 4]: low and high word of the seed, turn, position."""
+    return torch.tensor(
+        [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)],
+        dtype=torch.int64,
+        device=device,
+    )
+
+
+def _possible_winners(distributions: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and ids of the entries that may win their row, row by row, ids ascending: at least one of each row."""
+    if distributions.numel() <= _FEW_ENTRIES:
+        return distributions.nonzero(as_tuple=True)
+    bounds = _score_bounds(distributions, keys)  # [R, V]
+    likely = bounds.argmax(dim=-1)
+    reached = _entry_scores(
+        distributions, keys, torch.arange(len(distributions), device=distributions.device), likely
+    ).exp_()
+    # No other token can win; the slack is for rounding, here and in the exponential.
+    return (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
+
+
+def _entry_scores(
+    distributions: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """log distribution + noise of single entries, float64 [N]; `keys` int64 [R, 4], `rows` and `token_ids` int64
+    [N]."""
+    return distributions[rows, token_ids].log_() + gumbel_noise(keys[rows], token_ids)
+
+
+def _score_bounds(distributions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What exp(log distribution + noise) is at most, without a logarithm: float64 [R, V], 0 where the distribution is.
+
+    exp(noise) = 1 / -log(u) <= 1 / (1 - u), which is tight where it matters: a token seldom wins but with u near 1.
+    """
+    num_tokens = distributions.shape[-1]
+    bounds = torch.zeros_like(distributions)
+    chunk = _NOISE_CHUNK_CPU if distributions.device.type == "cpu" else _NOISE_CHUNK_ACCELERATOR
+    is_sparse = (distributions > 0).sum(dim=-1) * _SPARSE_ONE_IN < num_tokens
+    rows, ids = ((distributions > 0) & is_sparse[:, None]).nonzero(as_tuple=True)
+    for start in range(0, len(rows), chunk):
+        row, token_ids = rows[start : start + chunk], ids[start : start + chunk]
+        even, odd = _gaps(keys[row].unbind(-1), token_ids >> 1)
+        bounds[row, token_ids] = distributions[row, token_ids] / torch.where((token_ids & 1).bool(), odd, even)
+    dense = (~is_sparse).nonzero()[:, 0]
+    pairs = torch.arange(-(-num_tokens // 2), device=distributions.device)
+    at_once = max(1, chunk // len(pairs))
+    for first in range(0, len(dense), at_once):
+        row = dense[first : first + at_once]
+        words = keys[row][:, None, :].unbind(-1)  # [rows, 1] each
+        for start in range(0, len(pairs), chunk):
+            end = min(start + chunk, len(pairs))
+            gaps = torch.stack(_gaps(words, pairs[None, start:end]), dim=-1).flatten(1)  # [rows, tokens]
+            part = slice(2 * start, min(2 * end, num_tokens))
+            bounds[row, part] = distributions[row, part] / gaps[:, : part.stop - part.start]
+    return bounds
+
+
+def _gaps(key: Sequence[torch.Tensor], pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What 1 - u is at least for the even and the odd id of each pair, float64, never 0.
+
+    Read off the upper 32 of the 52 bits; `key` is the seed's low and high word, turn and position.
+    """
+    low_seed, high_seed, turn, position = key
+    words = philox4x32((turn, position, pairs, int(Stream.COUPLED)), (low_seed, high_seed))
+    even, odd = (
+        words[index].neg().to(torch.float64).add_(_WORD_RANGE - 1.0 + _SMALLEST_GAP).mul_(1.0 / _WORD_RANGE)
+        for index in (0, 2)
+    )
+    return even, odd
+
+
+def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float64 [N]; `specdec.core.random.gumbel_noise` with a key per entry.
+
+    Args:
+        keys: int64 [N, 4]: low and high word of the seed, turn, position.
+        token_ids: int64 [N]. Two ids of one pair (2j, 2j + 1) that stand together share a Philox block.
+    """
+    pairs = torch.cat((keys, (token_ids >> 1)[:, None]), dim=-1)  # [N, 5]
+    is_new = torch.ones(len(pairs), dtype=torch.bool, device=pairs.device)
+    is_new[1:] = (pairs[1:] != pairs[:-1]).any(dim=-1)
+    low_seed, high_seed, turn, position, pair = pairs[is_new].unbind(-1)
+    words = philox4x32((turn, position, pair, int(Stream.COUPLED)), (low_seed, high_seed))
+    bits = torch.stack(((words[0] << 20) | (words[1] >> 12), (words[2] << 20) | (words[3] >> 12)))  # [2, pairs]
+    uniforms = bits.to(torch.float64).add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    noise = uniforms.log_().neg_().log_().neg_()
+    return noise[token_ids & 1, is_new.cumsum(dim=0) - 1]
+
+
+def logit_rows(
+    logits: torch.Tensor, support_ids: Sequence[TokenIds], tail_ids: Sequence[int], num_logprobs: int
+) -> list[LogitRow]:
+    """Raw logits for logprobs, before filters.
+
+    Args:
+        logits: float32 [R, V].
+        support_ids: R ascending id arrays; empty ones in greedy and coupled rounds.
+        tail_ids: R ids, of z or of the choice; -1 where absent.
+        num_logprobs: how many of the likeliest to add, 0..V.
+    """
+    num_rows = len(logits)
+    where = row_and_column(logits, list(enumerate(support_ids)))
+    tails = to_device(tail_ids, logits.device, torch.int64).clamp(min=0)
+    top = likeliest(logits, num_logprobs, floor=-torch.inf) if num_logprobs else ()
+    on_supports, tail_logits, logsumexps, *tops = to_host(
+        logits[where],
+        logits[torch.arange(num_rows, device=logits.device), tails],
+        logits.to(torch.float64).logsumexp(dim=-1),
+        *top,
+    )
+    on_support = np.split(on_supports, np.cumsum([len(ids) for ids in support_ids])[:-1])
+    top_logits, top_ids = tops or (np.empty((num_rows, 0), np.float32), np.empty((num_rows, 0), np.int64))
+    return [
+        LogitRow(
+            support_logits=on_support[row],
+            tail_logit=float(tail_logits[row]) if tail_ids[row] >= 0 else 0.0,
+            logsumexp=float(logsumexps[row]),
+            top_token_ids=top_ids[row].astype(np.uint32),
+            top_logits=top_logits[row],
+        )
+        for row in range(num_rows)
+    ]

@@ -1,0 +1,39 @@
+"""Numbers between host and device, as few times as a step allows.
+
+On an accelerator every copy to the host waits for all work before it, and a copy from ordinary host memory does too;
+what is read together costs one wait. On a CPU both are free. Called by `engine.logits.step_logits`,
+`engine.logits.filters`, `engine.logits.rows` and the draft service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
+    """Arrays of the same shapes and types, in one copy.
+
+    Args:
+        tensors: of one device; float32, float64 or integers below 2^53, which float64 holds exactly.
+    """
+    if tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    packed = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in tensors]).cpu()
+    return unpacked(packed, tensors)
+
+
+def unpacked(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+    """float64 [all entries] as arrays of the shapes and types of `tensors`."""
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return [part.to(tensor.dtype).view(tensor.shape).numpy() for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def to_device(values: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of numbers or lists of them, without waiting for the device's work."""
+    host = torch.from_numpy(np.asarray(values)).to(dtype)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,167 @@
+"""One call being worked on, and what a service's program does with it.
+
+A job is run by running its sequence's tokens: whenever all of them have KV, the program gets the logits of the last
+`num_logit_rows` tokens and either appends a token (one more step) or finishes.
+
+Not here: futures and threads (`loop`), the choice of steps (`scheduler`). Called by `loop` and the two programs.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from specdec.engine.base import SequenceSlice
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.sessions.block_manager import blocks_for
+from specdec.engine.sessions.sequence import Sequence
+from specdec.types import DrawRule, ProposeRequest, SessionPosition, TokenIds, VerifyRequest
+
+
+class RowKind(Enum):
+    """How a round's tokens are drawn; rows of one kind are drawn in one batch."""
+
+    GREEDY = auto()
+    COUPLED = auto()
+    DISTRIBUTION = auto()
+
+
+def row_kind(request: SessionPosition) -> RowKind:
+    """Greedy whenever the temperature is 0, whatever the draw rule."""
+    if request.filters.is_greedy:
+        return RowKind.GREEDY
+    return RowKind.COUPLED if request.draw_rule is DrawRule.COUPLED else RowKind.DISTRIBUTION
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A validated request, in the terms of the engine."""
+
+    request: ProposeRequest | VerifyRequest
+    digest: bytes
+    """Of everything that was asked; with (session, epoch, round) the idempotency key."""
+    draft_token_ids: TokenIds
+    """uint32 [L]: tokens to run after the committed ones."""
+    num_logit_rows: int
+    """Rows wanted when the committed and draft tokens have run; at least 1."""
+    max_kv_len: int
+    """The most tokens that can need KV before the job finishes."""
+
+    @property
+    def position(self) -> SessionPosition:
+        return self.request.position
+
+
+class Job:
+    """A call with its sequence. Lives on the device thread."""
+
+    def __init__(
+        self, call: Call, sequence: Sequence, *, arrival_step: int, arrival_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.call = call
+        self.sequence = sequence
+        self.num_logit_rows = call.num_logit_rows
+        self.last_step = arrival_step
+        self._arrival_s = arrival_s
+        self._clock = clock
+        self.step_began_s = arrival_s
+        self.step_tokens = 0
+        """Of the newest step it took part in: when that began, and its tokens, other sessions' included."""
+        self.num_cached_tokens = 0
+        """Committed tokens that needed no forward pass; set when the job starts to run."""
+        self.progress: Any = None
+        """The program's own notes between steps."""
+        self.answer: Any = None
+        """Set by `finish`."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the call came in."""
+        return self._clock() - self._arrival_s
+
+    @property
+    def step_s(self) -> float:
+        """Time since the newest step began."""
+        return self._clock() - self.step_began_s
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens that have KV now."""
+        return self.sequence.kv_len
+
+    @property
+    def num_pending(self) -> int:
+        return self.sequence.num_pending
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """uint32: every token of the sequence, drafts included; valid until the next `append`."""
+        return self.sequence.token_ids
+
+    def append(self, token_id: int) -> None:
+        """Runs `token_id` next and comes back with its logits."""
+        self.sequence.append(np.array([token_id], dtype=np.uint32))
+        self.num_logit_rows = 1
+
+    def finish(self, answer: Any) -> None:
+        """Ends the job; `answer` is stored under the idempotency key and sent to whoever waits."""
+        self.answer = answer
+
+
+def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> SequenceSlice:
+    """The next `num_tokens` tokens without KV, as a part of a step."""
+    start, end = sequence.kv_len, sequence.kv_len + num_tokens
+    return SequenceSlice(
+        token_ids=tuple(sequence.token_ids[start:end].tolist()),
+        start=start,
+        block_table=tuple(sequence.block_table[: blocks_for(end)]),
+        num_logit_rows=num_logit_rows,
+    )
+
+
+def split_non_finite(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], list[Job], StepLogits]:
+    """Takes out the jobs with a logit row that no distribution can be made of: NaN, infinite, or -inf throughout.
+
+    Args:
+        jobs: those whose tokens have all run.
+        logits: float32 [R, V]; the rows of job after job, `num_logit_rows` each.
+
+    Returns:
+        The jobs that stay, the others, and the rows of those that stay.
+    """
+    read = StepLogits.read(logits)
+    is_finite = read.is_finite
+    if all(is_finite):
+        return jobs, [], read
+    kept: list[Job] = []
+    non_finite: list[Job] = []
+    rows: list[int] = []
+    first = 0
+    for job in jobs:
+        own = range(first, first + job.num_logit_rows)
+        first = own.stop
+        if all(is_finite[row] for row in own):
+            kept.append(job)
+            rows += own
+        else:
+            non_finite.append(job)
+    return kept, non_finite, read.select(rows)
+
+
+class Program(Protocol):
+    """What a service does with logits: the only place where draft and target differ."""
+
+    def advance(self, jobs: collections.abc.Sequence[Job], logits: StepLogits) -> None:
+        """Appends a token to every job or finishes it. Runs on the device thread.
+
+        Args:
+            jobs: those whose tokens have all run.
+            logits: the rows of job after job, `num_logit_rows` each.
+        """
+        ...

@@ -1,0 +1,172 @@
+"""Learns from one forward pass what each layer of a model caches and how it attends.
+
+Not a table of architectures: the model itself says it, in the arguments it hands to transformers' attention interface
+and in the masks it asks transformers for. What neither says, `engine.model.self_check` finds. Called once per model by
+`engine.loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.kv_cache import LayerShape
+from specdec.errors import SpecdecError, Unsupported
+
+PROBE_NAME = "specdec_probe"
+
+# Arguments that would change the result and that the paged attention does not compute.
+_UNKNOWN_ARGUMENTS = ("position_bias", "alibi")
+
+# Masks are looked at over at most this many tokens.
+_MOST_TOKENS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedLayer:
+    shape: LayerShape
+    kind: AttentionKind
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """One run of the probe."""
+
+    model_type: str
+    layers: list[ProbedLayer] = field(default_factory=list)
+
+
+_running: ContextVar[_Probe | None] = ContextVar("probe", default=None)
+
+
+def register_probe() -> None:
+    """Makes `PROBE_NAME` known to transformers. Idempotent."""
+    AttentionInterface.register(PROBE_NAME, _probe_attention)
+    AttentionMaskInterface.register(PROBE_NAME, _describe_mask)
+
+
+def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
+    """Runs two tokens through a model loaded with `PROBE_NAME` attention.
+
+    Returns:
+        What each call of the attention interface needs, in the order of the calls: a layer of the cache for each.
+
+    Raises:
+        Unsupported: some layer does not attend, or in a way that the paged attention does not compute.
+    """
+    probe = _Probe(model.config.model_type)
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    positions = torch.arange(2, device=model.device).unsqueeze(0)
+    setting = _running.set(probe)
+    try:
+        with torch.inference_mode():
+            model(input_ids=tokens, position_ids=positions, use_cache=False)
+    finally:
+        _running.reset(setting)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(probe.layers) < num_layers:
+        raise Unsupported(
+            f"{len(probe.layers)} of the {num_layers} layers of a model of type {probe.model_type} have a KV cache"
+        )
+    return probe.layers
+
+
+@contextmanager
+def refusing_failures(config: PreTrainedConfig) -> Iterator[None]:
+    """Whatever a model fails with, it becomes one `Unsupported` that names its type; memory is another matter."""
+    try:
+        yield
+    except (SpecdecError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers' modules raise what they like
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise Unsupported(f"a model of type {config.model_type} does not run in this engine: {reason}") from error
+
+
+def _probe_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    probe = _current()
+    unknown = [name for name in _UNKNOWN_ARGUMENTS if others.get(name) is not None]
+    if unknown or not getattr(module, "is_causal", True):
+        raise _refusal("attends")
+    # A model's own attention looks at the mask alone; the argument is for kernels that take no mask.
+    window = sliding_window if attention_mask is None else _read_window(attention_mask)
+    group = query.shape[1] // key.shape[1]
+    shape = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3])
+    probe.layers.append(ProbedLayer(shape, AttentionKind(window, group, softcap, has_sinks=s_aux is not None)))
+    return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
+
+
+def _describe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    config: PreTrainedConfig,
+    local_size: int | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """In place of a mask, its window in every element; 0: all before a token is seen, -1: nothing is.
+
+    Raises:
+        Unsupported: it is neither causal nor causal within a window.
+    """
+    tokens = min(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS, _MOST_TOKENS)
+    if local_size is not None and local_size >= tokens:
+        tokens = local_size + 1
+    try:
+        window = _window_of(mask_function, tokens, device)
+    except IndexError:  # it looks its tokens up, which are those of the probe
+        window = _window_of(mask_function, kv_length, device) or local_size or 0
+    return torch.full((batch_size, 1, q_length, kv_length), float(window), dtype=torch.float32, device=device)
+
+
+def _window_of(mask_function: Callable[..., torch.Tensor], tokens: int, device: torch.device | None) -> int:
+    first, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(tokens, device=device)
+
+    def sees(position: int) -> torch.Tensor:
+        return mask_function(first, first, torch.tensor(position, device=device), keys).expand(tokens)
+
+    window = int(sees(tokens - 1).sum())
+    looked_at = {0, 1, 7, window - 1, window, window + 1, tokens // 3, tokens // 2, tokens - 2, tokens - 1}
+    for position in looked_at & set(range(tokens)):
+        if not torch.equal(sees(position), (keys <= position) & (keys > position - window)):
+            raise _refusal("masks what its layers see")
+    return 0 if window == tokens else window or -1
+
+
+def _read_window(mask: torch.Tensor) -> int | None:
+    window = mask.flatten()[0].item()
+    if mask.dtype != torch.float32 or not torch.all(mask == window) or window < 0:
+        raise _refusal("changes its masks")
+    return int(window) or None
+
+
+def _current() -> _Probe:
+    probe = _running.get()
+    if probe is None:
+        raise RuntimeError(f"{PROBE_NAME} attention was called outside the probe")
+    return probe
+
+
+def _refusal(what: str) -> Unsupported:
+    return Unsupported(f"a model of type {_current().model_type} {what} in a way this engine does not compute")

@@ -1,0 +1,123 @@
+"""A leaner forward pass for Llama-shaped models: the same arithmetic as transformers' modules in fewer operations.
+
+A step of a small model is bound by the number of operations, not by their size: queries, keys and values come from one
+projection, gate and up from another, residuals are added by the matrix product, and keys and values go to the cache as
+they lie. Not a model definition: everything is taken from a loaded model, and one that is not exactly of the expected
+shape stays with `TransformersForward`. Called by `engine.loader`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, rms_norm
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from specdec.engine.model.attention import RowContext
+from specdec.engine.model.batch import StepBatch
+from specdec.engine.model.projection import ProjectionKinds, ProjectionMaker, fuse_linears
+
+_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+
+
+class LlamaStack:
+    """`engine.model.model_runner.ForwardPass` of a Llama, Mistral, Qwen 2 or Qwen 3 model."""
+
+    def __init__(self, model: PreTrainedModel, kinds: ProjectionKinds) -> None:
+        """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
+        inner = model.model
+        self._embedding = inner.embed_tokens.weight.detach()
+        self._rotary = inner.rotary_emb
+        self._norm = _RmsNorm(inner.norm)
+        self._layers = []
+        for index in range(len(inner.layers)):
+            self._layers.append(_Layer(inner.layers[index], index, kinds.inner))
+            inner.layers[index] = nn.Identity()
+        self._head = kinds.head(model.lm_head.weight, model.lm_head.bias)
+
+    @staticmethod
+    def fits(model: PreTrainedModel) -> bool:
+        """Whether a model is of the shape this stack computes, to the last parameter."""
+        if type(model) not in _CLASSES:
+            return False
+        allowed = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.bias" for name in _LINEARS}
+        for layer in model.model.layers:
+            names = {".".join(name.split(".")[-2:]) for name, _ in layer.named_parameters()}
+            biased = {name for name in ("q_proj", "k_proj", "v_proj") if f"{name}.bias" in names}
+            if names - allowed or len(biased) not in (0, 3):
+                return False
+        return model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim
+
+    def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
+        hidden = embedding(batch.token_ids[0], self._embedding)  # [T, hidden]
+        cos, sin = self._rotary(hidden, batch.position_ids)  # [1, T, head_dim]
+        half = sin.shape[-1] // 2
+        # rotate_half(x) = (-x2, x1): the sign goes into the sines once a step instead of into x in every layer.
+        signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0].unsqueeze(1)  # [T, 1, head_dim]
+        cos = cos[0].unsqueeze(1)
+        for layer in self._layers:
+            hidden = layer(hidden, cos, signed_sin, context)
+        rows = hidden.index_select(0, batch.logit_rows)  # [R, hidden]
+        return self._head(self._norm(rows))
+
+
+class _RmsNorm:
+    """Root mean square normalisation over the last dimension, in as few operations as the device allows."""
+
+    def __init__(self, norm: nn.Module, gains: torch.Tensor | None = None) -> None:
+        """gains: [..., width] instead of the module's own weight."""
+        self._gains = norm.weight.detach() if gains is None else gains
+        self._width = self._gains.shape[-1]
+        self._eps = norm.variance_epsilon
+        self._eps_tensor = torch.tensor(self._eps, device=self._gains.device)
+        # PyTorch has one kernel for it on a GPU; on a CPU it runs seven, and half precision needs them.
+        self._few_operations = self._gains.device.type == "cpu" and self._gains.dtype == torch.float32
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._few_operations:
+            return rms_norm(x, (self._width,), None, self._eps) * self._gains
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps_tensor, length, length, value=1 / self._width).rsqrt_()
+        return (x * scale).mul_(self._gains)
+
+
+class _Layer:
+    """One decoder layer."""
+
+    def __init__(self, layer: nn.Module, index: int, make: ProjectionMaker) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index = index
+        self._head_dim = attention.head_dim
+        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
+        self._scaling = attention.scaling
+        self._attention_norm = _RmsNorm(layer.input_layernorm)
+        self._mlp_norm = _RmsNorm(layer.post_attention_layernorm)
+        self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
+        self._output = make(attention.o_proj.weight, attention.o_proj.bias)
+        self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
+        self._down = make(mlp.down_proj.weight, mlp.down_proj.bias)
+        self._width = mlp.gate_proj.out_features
+        self._activation = mlp.act_fn
+        self._qk_norm = None
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            gains = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
+            self._qk_norm = _RmsNorm(attention.q_norm, gains)
+
+    def __call__(
+        self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, context: RowContext
+    ) -> torch.Tensor:
+        tokens, heads, kv_heads, dim = hidden.shape[0], self._num_heads, self._num_kv_heads, self._head_dim
+        qkv = self._qkv.forward(self._attention_norm(hidden))
+        qk = qkv[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
+        normed = qk if self._qk_norm is None else self._qk_norm(qk)
+        # In place: rotated keys and plain values then lie side by side, as the cache stores them.
+        torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin, out=qk)
+        attended = context.attend_rows(self._index, qk[:, :heads], qkv[:, heads * dim :], self._scaling, None)
+        hidden = self._output.add_to(hidden, attended.reshape(tokens, -1))
+        gate_up = self._gate_up.forward(self._mlp_norm(hidden))
+        gated = self._activation(gate_up[:, : self._width]) * gate_up[:, self._width :]
+        return self._down.add_to(hidden, gated)

@@ -1,0 +1,150 @@
+"""Which KV block belongs to whom: allocation, sharing, reference counts and the prefix cache.
+
+A block is in exactly one of three states:
+
+    free      nobody holds it and nothing in it is worth keeping
+    held      its reference count says how many block tables contain it
+    cached    nobody holds it, but it is published, so a table may still adopt it; the least recently held goes first
+
+Publishing names a block by the chain hash of every token up to its end. Only full blocks of committed tokens are
+published, and a published block is never written again: that is the caller's part of the bargain.
+
+Not here: tensors, tokens, sessions, threads. Called by `specdec.engine.sessions.table` from the device thread alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from specdec.types import BLOCK_TOKENS
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that `num_tokens` tokens need."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+class BlockManager:
+    """Owns block ids 0..num_blocks-1. A block table is a plain list of ids, in position order, owned by the caller."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
+        self._ref_counts: list[int] = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced, least recently held first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `grow` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks in at least one table."""
+        return self.num_blocks - self.num_available
+
+    def grow(self, table: list[int], num_tokens: int) -> bool:
+        """Extends `table` until it covers `num_tokens` tokens.
+
+        Returns:
+            False, with nothing changed, when too few blocks are available.
+        """
+        num_missing = blocks_for(num_tokens) - len(table)
+        if num_missing > self.num_available:
+            return False
+        for _ in range(num_missing):
+            block_id = self._free.pop() if self._free else self._evict_cached()
+            self._ref_counts[block_id] = 1
+            table.append(block_id)
+        return True
+
+    def truncate(self, table: list[int], num_tokens: int) -> None:
+        """Cuts `table` to the blocks that `num_tokens` tokens need and lets go of the rest."""
+        keep = blocks_for(num_tokens)
+        # Last first: of one chain, the blocks nearest its root are evicted last, because all others hang on them.
+        for block_id in reversed(table[keep:]):
+            self._let_go(block_id)
+        del table[keep:]
+
+    def free(self, table: list[int]) -> None:
+        """Empties `table`."""
+        self.truncate(table, 0)
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Makes a held, full block findable. Where the hash has a block already, that one stays the published one."""
+        if block_hash not in self._block_of and block_id not in self._hash_of:
+            self._block_of[block_hash] = block_id
+            self._hash_of[block_id] = block_hash
+
+    def adopt(self, table: list[int], block_hashes: Iterable[bytes]) -> int:
+        """Appends published blocks to `table`, in the order of `block_hashes`, until one is not found.
+
+        Returns:
+            The number of blocks appended.
+        """
+        num_adopted = 0
+        for block_hash in block_hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            self._cached.pop(block_id, None)
+            self._ref_counts[block_id] += 1
+            table.append(block_id)
+            num_adopted += 1
+        return num_adopted
+
+    def share(self, table: list[int], block_ids: Iterable[int]) -> None:
+        """Appends held blocks of another table to `table`; nobody may write to them while both hold them."""
+        for block_id in block_ids:
+            self._ref_counts[block_id] += 1
+            table.append(block_id)
+
+    def is_published(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_of
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compares the books with the block tables in use.
+
+        Args:
+            tables: every table there is.
+
+        Raises:
+            RuntimeError: a block is counted wrongly, owned twice, or lost.
+        """
+        held = Counter(block_id for table in tables for block_id in table)
+        for block_id, count in enumerate(self._ref_counts):
+            if count != held[block_id]:
+                raise RuntimeError(f"block {block_id} is in {held[block_id]} tables but counted {count} times")
+        num_held = sum(1 for count in self._ref_counts if count)
+        if len(set(self._free)) + len(self._cached) + num_held != self.num_blocks or len(self._free) != len(
+            set(self._free)
+        ):
+            raise RuntimeError(
+                f"{len(self._free)} free + {len(self._cached)} cached + {num_held} held is not {self.num_blocks} blocks"
+            )
+        for block_id in (*self._free, *self._cached):
+            if self._ref_counts[block_id]:
+                raise RuntimeError(f"block {block_id} is held and available at once")
+        if any(block_id in self._hash_of for block_id in self._free):
+            raise RuntimeError("a free block is still published")
+        if any(block_id not in self._hash_of for block_id in self._cached):
+            raise RuntimeError("a cached block is not published")
+        if {block_id: block_hash for block_hash, block_id in self._block_of.items()} != self._hash_of:
+            raise RuntimeError("the two directions of the prefix cache disagree")
+
+    def _let_go(self, block_id: int) -> None:
+        self._ref_counts[block_id] -= 1
+        if self._ref_counts[block_id]:
+            return
+        if block_id in self._hash_of:
+            self._cached[block_id] = None
+        else:
+            self._free.append(block_id)
+
+    def _evict_cached(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block_id)]
+        return block_id

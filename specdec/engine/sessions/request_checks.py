@@ -1,0 +1,62 @@
+"""What both services check of a request before the engine sees it, and the digest of what it asks.
+
+A step carries many sessions, so a request that could make it fail is refused here, on its own, before anything is
+stored or reserved. Not here: what only one service knows (gamma, supports). Called by the proposer and the verifier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from specdec.core.chain import HASH_BYTES
+from specdec.core.limits import check_filters, check_token_ids
+from specdec.errors import InvalidRequest
+from specdec.types import ProposeRequest, SessionPosition, VerifyRequest
+
+_DIGEST_BYTES = 16
+
+
+def check_round(request: SessionPosition, vocabulary_size: int) -> None:
+    """Refuses a round that no replica of this vocabulary could run.
+
+    Raises:
+        InvalidRequest: naming the field and the limit.
+    """
+    if not request.session_id:
+        raise InvalidRequest("round.session_id is empty", field="round.session_id")
+    if len(request.token_ids) == 0:
+        raise InvalidRequest("round.token_ids is empty: a round needs a committed token", field="round.token_ids")
+    if request.start < 0 or (request.start > 0 and len(request.prefix_hash) != HASH_BYTES):
+        raise InvalidRequest(f"round.prefix_hash must be {HASH_BYTES} bytes", field="round.prefix_hash")
+    if not 0 <= request.seed < 1 << 64:
+        raise InvalidRequest("round.seed must be in [0, 2^64)", field="round.seed")
+    if not 0 <= request.turn < 1 << 32:
+        raise InvalidRequest("round.turn must be in [0, 2^32)", field="round.turn")
+    check_token_ids(request.token_ids, vocabulary_size, "round.token_ids")
+    check_filters(request.filters, vocabulary_size)
+
+
+def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
+    """Digest of everything a request asks; two calls of one round with equal digests ask the same."""
+    asked = request.position
+    filters = asked.filters
+    scalars = (
+        asked.start,
+        asked.prefix_hash,
+        (filters.temperature, filters.top_p, filters.top_k, filters.min_p),
+        (filters.repetition_penalty, filters.presence_penalty, filters.frequency_penalty),
+        sorted(filters.logit_bias.items()),
+        (filters.min_new_tokens, filters.end_token_ids),
+        (asked.seed, asked.turn, asked.output_start, int(asked.draw_rule)),
+        request.gamma if isinstance(request, ProposeRequest) else request.num_logprobs,
+    )
+    arrays = [asked.token_ids]
+    if isinstance(request, VerifyRequest):
+        arrays += [request.draft_token_ids, *request.support_ids]
+    digest = hashlib.blake2b(repr(scalars).encode(), digest_size=_DIGEST_BYTES)
+    for array in arrays:
+        digest.update(len(array).to_bytes(4, "little"))
+        digest.update(np.ascontiguousarray(array, dtype="<u4").tobytes())
+    return digest.digest()

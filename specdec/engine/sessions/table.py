@@ -1,0 +1,283 @@
+"""The position protocol of docs/protocol.md section 5: which session a call means, and what of it is here already.
+
+Draft and target service share this one implementation. A call passes three gates: `fence` (is it the newest?),
+`align` (which of its tokens have KV here?) and `reserve` (are there blocks for the rest?).
+
+What may be answered with KV_MISS(have): only a length that is surely common, because a second miss in one round counts
+as a replica failure. Within an epoch committed tokens never change, so it is the last block boundary of what that
+epoch committed and we still hold; across epochs (a coordinator restarted, the store lost its last second) nothing is
+sure and `have` is 0. That costs bytes, not forward passes: nothing is thrown away at a miss, and of the tokens sent
+again those that equal ours keep their KV.
+
+Not here: threads, futures, steps, tensors. Called by `loop` from the device thread alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from specdec.engine.sessions.block_manager import BlockManager, blocks_for
+from specdec.engine.sessions.sequence import Sequence, StoredAnswer
+from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch
+from specdec.types import BLOCK_TOKENS, SessionPosition, TokenIds
+
+#: How long a miss keeps a session's blocks from eviction while the caller sends the tokens again.
+DEFAULT_PIN_TTL_S = 5.0
+
+#: One part in this many of the pool is never given to forks: they must not crowd out sessions or the prefix cache.
+_SPARE_SHARE = 4
+
+#: Sessions remembered, with or without KV; the least recently used idle ones go first.
+DEFAULT_MAX_SESSIONS = 4096
+
+#: Answers kept for repetition, the newest; a repetition of an older one is worked out again. The largest, of
+#: distributions over a whole vocabulary, have megabytes.
+MAX_ANSWERS = 256
+
+
+class SessionTable:
+    """Every session this replica knows, least recently used first."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        pin_ttl_s: float = DEFAULT_PIN_TTL_S,
+        max_sessions: int = DEFAULT_MAX_SESSIONS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blocks = blocks
+        self._pin_ttl_s = pin_ttl_s
+        self._max_sessions = max_sessions
+        self._clock = clock
+        self._sessions: OrderedDict[str, Sequence] = OrderedDict()
+        self._answered: OrderedDict[Sequence, None] = OrderedDict()  # those with a stored answer, oldest answer first
+
+    @property
+    def num_with_kv(self) -> int:
+        """Sessions that hold KV blocks."""
+        return sum(1 for sequence in list(self._sessions.values()) if sequence.block_table)
+
+    def get(self, session_id: str) -> Sequence | None:
+        return self._sessions.get(session_id)
+
+    def fence(self, request: SessionPosition) -> Sequence:
+        """Finds or opens the session of a call.
+
+        Raises:
+            StaleEpoch: a newer epoch, or a newer round of this epoch, has been seen.
+        """
+        sequence = self._sessions.get(request.session_id)
+        if sequence is None:
+            sequence = self._sessions[request.session_id] = Sequence(request.session_id)
+            self._drop_oldest()
+        elif (request.epoch, request.round_id) < (sequence.epoch, sequence.newest_round):
+            raise StaleEpoch(
+                f"session {request.session_id} is at epoch {sequence.epoch} round {sequence.newest_round}, "
+                f"the call is of epoch {request.epoch} round {request.round_id}"
+            )
+        self._sessions.move_to_end(request.session_id)
+        return sequence
+
+    def align(self, sequence: Sequence, request: SessionPosition, draft_token_ids: TokenIds) -> None:
+        """Makes `sequence` hold exactly the call's tokens, with as much KV as is known to be right.
+
+        At least the last committed token is left without KV, because its logits are always wanted. Published blocks of
+        other sessions are looked up by `reserve`.
+
+        Raises:
+            KvMiss: the session's first `start` tokens are not known here; its blocks are pinned until the resend.
+        """
+        self._advance_key(sequence, request)
+        if not self.knows_start(sequence, request):
+            self._miss(sequence, request)
+        sequence.pinned_until_s = float("-inf")
+        keep = request.start + _common_length(sequence.token_ids[request.start :], request.token_ids)
+        sequence.truncate_to(min(keep, request.committed_len - 1), self._blocks)
+        sequence.append(request.token_ids[len(sequence) - request.start :])
+        sequence.confirmed_len = request.committed_len
+        sequence.append(draft_token_ids)
+        sequence.in_flight = True
+
+    def knows_start(self, sequence: Sequence, request: SessionPosition) -> bool:
+        """Whether the session's first `start` tokens are the ones held here, with KV."""
+        return request.start == 0 or (
+            request.start <= sequence.kv_len and sequence.hash_at(request.start) == request.prefix_hash
+        )
+
+    def fork(self, sequence: Sequence, length: int, capacity: int) -> Sequence | None:
+        """Forks a sequence, or a fork of it, after `length` tokens, with room for `capacity`; see `Sequence.fork`.
+
+        Returns:
+            None where blocks are short: sessions come first.
+        """
+        num_new = blocks_for(capacity) - length // BLOCK_TOKENS
+        if self._blocks.num_available - num_new < self._blocks.num_blocks // _SPARE_SHARE:
+            return None
+        return sequence.fork(length, capacity, self._blocks)
+
+    def adopt_fork(self, sequence: Sequence, request: SessionPosition, fork: Sequence) -> None:
+        """Begins a call as `align` does, but on a fork that holds the call's tokens and some after them, with KV."""
+        self._advance_key(sequence, request)
+        sequence.pinned_until_s = float("-inf")
+        sequence.become(fork, self._blocks)
+        sequence.confirmed_len = request.committed_len
+        sequence.in_flight = True
+
+    def end_forks(self) -> None:
+        """Ends the forks of every session."""
+        for sequence in self._sessions.values():
+            sequence.end_forks(self._blocks)
+
+    def reserve(
+        self, sequence: Sequence, *, committed_len: int, max_kv_len: int, preemptable: Iterable[Sequence] = ()
+    ) -> bool:
+        """Gives `sequence` published blocks for its committed tokens and fresh ones for up to `max_kv_len` tokens.
+
+        Blocks are taken from all forks, then from idle sessions, least recently used first, then from the
+        `preemptable` ones: aligned sessions that do not run yet. Those keep their tokens and run them again.
+
+        Returns:
+            False when blocks must first be given back by running calls, or by pins.
+
+        Raises:
+            ResourceExhausted: the whole pool is smaller than that (KV_EXHAUSTED).
+        """
+        if blocks_for(max_kv_len) > self._blocks.num_blocks:
+            raise ResourceExhausted(
+                f"{max_kv_len} tokens need {blocks_for(max_kv_len)} KV blocks, this replica has "
+                f"{self._blocks.num_blocks}",
+                reason="KV_EXHAUSTED",
+            )
+        # At least the last committed token must run, because its logits are always wanted.
+        sequence.adopt_published(committed_len - 1, self._blocks)
+        if self._blocks.grow(sequence.block_table, max_kv_len):
+            return True
+        self.end_forks()
+        if self._blocks.grow(sequence.block_table, max_kv_len):
+            return True
+        now_s = self._clock()
+        idle = [other for other in self._sessions.values() if _is_evictable(other, now_s)]
+        preempted = [other for other in preemptable if other is not sequence]
+        num_missing = blocks_for(max_kv_len) - len(sequence.block_table) - self._blocks.num_available
+        if sum(len(other.block_table) for other in (*idle, *preempted)) < num_missing:
+            return False
+        for other in (*idle, *preempted):
+            if other.in_flight:
+                other.drop_kv(self._blocks)
+            else:
+                other.forget(self._blocks)
+            if self._blocks.grow(sequence.block_table, max_kv_len):
+                return True
+        return False
+
+    def next_pin_end_s(self) -> float | None:
+        """When, on the table's clock, the first pin ends that keeps blocks from calls; None where there is none."""
+        now_s = self._clock()
+        return min(
+            (
+                sequence.pinned_until_s
+                for sequence in self._sessions.values()
+                if sequence.block_table and not sequence.in_flight and sequence.pinned_until_s > now_s
+            ),
+            default=None,
+        )
+
+    def publish(self, sequence: Sequence, committed_len: int) -> None:
+        """Shares the full blocks of committed tokens that have KV by now."""
+        sequence.publish(committed_len, self._blocks)
+
+    def store_answer(self, sequence: Sequence, answer: StoredAnswer) -> None:
+        """Keeps the answer of the newest round for its repetition; the oldest answer kept may go."""
+        sequence.answer = answer
+        self._answered[sequence] = None
+        self._answered.move_to_end(sequence)
+        if len(self._answered) > MAX_ANSWERS:
+            oldest, _ = self._answered.popitem(last=False)
+            oldest.answer = None
+
+    def settle(self, sequence: Sequence) -> None:
+        """Ends a call on `sequence`: only tokens with KV stay."""
+        sequence.in_flight = False
+        sequence.settle(self._blocks)
+
+    def invalidate(self, sequence: Sequence) -> None:
+        """Ends a call on `sequence` after a crash: its KV is not to be trusted."""
+        sequence.in_flight = False
+        sequence.forget(self._blocks)
+
+    def release(self, session_id: str) -> None:
+        """Forgets a session altogether; an unknown id is fine."""
+        sequence = self._sessions.pop(session_id, None)
+        if sequence is not None:
+            self._answered.pop(sequence, None)
+            sequence.forget(self._blocks)
+
+    def release_all(self) -> None:
+        for session_id in list(self._sessions):
+            self.release(session_id)
+
+    def check_integrity(self) -> None:
+        """Every block owned exactly as counted, and every session's numbers in their order.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        forks = [fork for sequence in self._sessions.values() for fork in sequence.forks]
+        self._blocks.check_integrity([owner.block_table for owner in (*self._sessions.values(), *forks)])
+        for fork in forks:
+            if fork.root is None or not fork.kv_len <= min(len(fork), len(fork.block_table) * BLOCK_TOKENS):
+                raise RuntimeError(f"a fork of session {fork.session_id} has outlived its root or its room")
+        for sequence in self._sessions.values():
+            published = sequence.num_published * BLOCK_TOKENS
+            capacity = len(sequence.block_table) * BLOCK_TOKENS
+            if not published <= sequence.kv_len <= min(len(sequence), capacity):
+                raise RuntimeError(
+                    f"session {sequence.session_id}: {published} published, {sequence.kv_len} with KV, "
+                    f"{len(sequence)} tokens, room for {capacity}"
+                )
+            if not sequence.in_flight and (
+                sequence.num_pending or len(sequence.block_table) != blocks_for(sequence.kv_len)
+            ):
+                raise RuntimeError(f"idle session {sequence.session_id} holds more than its KV needs")
+
+    def _advance_key(self, sequence: Sequence, request: SessionPosition) -> None:
+        if request.epoch != sequence.epoch:
+            sequence.confirmed_len = 0
+        if (request.epoch, request.round_id) != (sequence.epoch, sequence.newest_round):
+            sequence.answer = None
+        sequence.epoch, sequence.newest_round = request.epoch, request.round_id
+
+    def _miss(self, sequence: Sequence, request: SessionPosition) -> None:
+        sure = min(sequence.confirmed_len, sequence.kv_len)
+        have = sure // BLOCK_TOKENS * BLOCK_TOKENS if request.start > sure else 0
+        sequence.pinned_until_s = self._clock() + self._pin_ttl_s
+        raise KvMiss(
+            f"session {request.session_id}: the first {request.start} tokens are not the ones held here; "
+            f"send from {have} on",
+            have=have,
+        )
+
+    def _drop_oldest(self) -> None:
+        if len(self._sessions) <= self._max_sessions:
+            return
+        now_s = self._clock()
+        for session_id, sequence in self._sessions.items():
+            if _is_evictable(sequence, now_s) and session_id != next(reversed(self._sessions)):
+                self.release(session_id)
+                return
+
+
+def _is_evictable(sequence: Sequence, now_s: float) -> bool:
+    return not sequence.in_flight and sequence.pinned_until_s <= now_s
+
+
+def _common_length(ours: TokenIds, theirs: TokenIds) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(ours), len(theirs))
+    different = np.flatnonzero(ours[:length] != theirs[:length])
+    return int(different[0]) if len(different) else length

@@ -1,0 +1,105 @@
+"""The dialled numbers of a simulated pair, and the model names that dial them.
+
+`simulated:70b-1b` is a preset; dials follow after commas: `simulated:70b-1b,alpha=0.9/0.4/0.9,stretch=128,
+predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Not here: the engines that live by them (`simulated`). Called by the
+services' entry points and by `bench`, whose ideal times are made of these numbers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from specdec.engine.simulated.device import ForwardTime
+from specdec.engine.simulated.text import TextDials
+from specdec.errors import InvalidRequest
+
+MODEL_PREFIX = "simulated:"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPair:
+    """Everything that is dialled of a draft and a target."""
+
+    target: ForwardTime
+    draft: ForwardTime
+    text: TextDials
+    fan_out: int = 8
+    """F: next tokens guessed for each accepted length."""
+    predrafts: bool = True
+    link_delay_s: float = 0.0
+    """One way of the network between coordinator and this engine, added to the real one."""
+
+    def draft_step_s(self) -> float:
+        """t_d: one draft token of one session."""
+        return self.draft.step_s(1)
+
+    def branched_step_s(self, gamma: int) -> float:
+        """t_d': one token of every branch of one session."""
+        return self.draft.step_s(self.num_branches(gamma))
+
+    def verify_s(self, gamma: int) -> float:
+        """t_v: the committed token and gamma draft tokens of one session."""
+        return self.target.step_s(gamma + 1)
+
+    def num_branches(self, gamma: int) -> int:
+        return (gamma + 1) * self.fan_out
+
+
+def _pair(t_ar_ms: float, t_v_ms: float, t_d_ms: float, alpha: float) -> SimulatedPair:
+    """A pair from its times for one token, for five, and for a draft token.
+
+    A draft step over 40 branch tokens is taken to cost a fifth more than over one.
+    """
+    per_token_ms = (t_v_ms - t_ar_ms) / 4
+    return SimulatedPair(
+        target=ForwardTime((t_ar_ms - per_token_ms) / 1e3, per_token_ms / 1e3),
+        draft=ForwardTime(0.995 * t_d_ms / 1e3, 0.005 * t_d_ms / 1e3),
+        text=TextDials(alphas=(alpha,)),
+    )
+
+
+PRESETS = {
+    "70b-1b": _pair(18.5, 20.0, 2.5, 0.9),
+    "32b-0.6b": _pair(10.3, 11.5, 2.5, 0.76),
+    "8b-0.6b": _pair(5.5, 6.0, 1.5, 0.75),
+}
+
+_DIALS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
+    "alpha": lambda pair, value: replace(pair, text=replace(pair.text, alphas=tuple(map(float, value.split("/"))))),
+    "stretch": lambda pair, value: replace(pair, text=replace(pair.text, stretch_tokens=int(value))),
+    "predict": lambda pair, value: replace(pair, text=replace(pair.text, predictability=float(value))),
+    "fan_out": lambda pair, value: replace(pair, fan_out=int(value)),
+    "predraft": lambda pair, value: replace(pair, predrafts={"on": True, "off": False}[value]),
+    "delay_ms": lambda pair, value: replace(pair, link_delay_s=float(value) / 1e3),
+}
+
+
+def simulated_pair(model: str) -> SimulatedPair:
+    """Reads a model name such as `simulated:70b-1b,predraft=off`.
+
+    Raises:
+        InvalidRequest: no such preset or dial, or a value it does not take.
+    """
+    preset, *dials = model.removeprefix(MODEL_PREFIX).split(",")
+    pair = PRESETS.get(preset)
+    if pair is None:
+        raise InvalidRequest(f"no simulated pair {preset!r}; there are {', '.join(PRESETS)}", field="model")
+    for dial in dials:
+        name, _, value = dial.partition("=")
+        try:
+            pair = _DIALS[name](pair, value)
+        except (KeyError, ValueError) as error:
+            raise InvalidRequest(
+                f"simulated pair: {dial!r} is not a dial and its value; the dials are {', '.join(_DIALS)}",
+                field="model",
+            ) from error
+    text = pair.text
+    if not (
+        all(0.0 <= share <= 1.0 for share in (*text.alphas, text.predictability))
+        and text.stretch_tokens >= 1
+        and pair.fan_out >= 1
+        and pair.link_delay_s >= 0.0
+    ):
+        raise InvalidRequest(f"simulated pair: a dial of {model!r} is out of its range", field="model")
+    return pair

@@ -1,0 +1,293 @@
+"""Whole coordinators against real draft and target services in one process: real gRPC, real engines, table models.
+
+The models are `TableWorker`s, so what greedy decoding must give is known, and the draft really gets accepted and
+rejected. Several coordinators may share a rig's store, one after another or at once. Called by coordinator tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from coordinator.front.servicer import CoordinatorServicer
+from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.text.tokenizer import ServedTokenizer
+from draft_service.proposer import Proposer
+from draft_service.servicer import DraftServicer
+from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.state.redis_store import open_store
+from specdec.types import Mode
+from specdec.v1 import coordinator_pb2 as pb
+from specdec.v1 import coordinator_pb2_grpc
+from target_service.servicer import TargetServicer
+from target_service.verifier import Verifier
+from tests.support.table_worker import TableWorker
+
+VOCABULARY = 24
+EOS = 1
+PROMPT = (5, 6, 7, 8)
+MESSAGE_LIMIT_BYTES = 1 << 20
+
+
+def write_tokenizer(directory: Path, chat_template: str | None = None) -> None:
+    """Words w0, w2..w23 for the ids of the table model, and `</s>` as its EOS."""
+    words = {"</s>": EOS} | {f"w{token_id}": token_id for token_id in range(VOCABULARY) if token_id != EOS}
+    backend = Tokenizer(WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return "".join(f"w{token_id}" for token_id in token_ids if token_id != EOS)
+
+
+@dataclass
+class Service:
+    """One draft or target service and what is behind it."""
+
+    role: str
+    engine: Any
+    worker: TableWorker
+    server: ServiceServer
+    servicer: Any
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    async def kill(self) -> None:
+        """Ends it without grace: calls in flight break."""
+        await self.server.stop(None)
+        await self.engine.close()
+
+
+async def start_service(
+    role: str,
+    *,
+    salt: int,
+    listen: str = "127.0.0.1:0",
+    pool: str = "default",
+    vocabulary: str = "table",
+    between: Callable[[Any], Any] = lambda engine: engine,
+    **engine_options: Any,
+) -> Service:
+    """`between` may put something of its own between the engine and its servicer."""
+    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, salt=salt, vocabulary=vocabulary)
+    options = {"pool": pool, "replica_id": f"{role}-{salt}", "model": "table", "max_gamma": 8}
+    engine = (Proposer if role == DRAFT else Verifier)(worker, **options, **engine_options)
+    metrics = EngineMetrics("table", role=role)
+    servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
+    server = ServiceServer(listen, service_names=(DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE,))
+    servicer.add_to(server.grpc_server)
+    await server.start()
+    await server.set_serving()
+    return Service(role, engine, worker, server, servicer)
+
+
+@dataclass
+class Coordinator:
+    """One coordinator with a client's stub to it."""
+
+    generations: Generations
+    pools: ReplicaPools
+    server: ServiceServer
+    stub: coordinator_pb2_grpc.CoordinatorServiceStub
+    channel: grpc.aio.Channel
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.generations.drain(0.0)
+        await self.server.stop(0.0)
+        await self.pools.close()
+
+    async def generate(self, request: pb.GenerateRequest) -> Output:
+        """Runs a request to its end."""
+        output = Output()
+        async for response in self.stub.Generate(request):
+            output.add(response)
+        return output
+
+
+@dataclass
+class Output:
+    """A stream's events, gathered."""
+
+    started: pb.Started | None = None
+    chunks: list[pb.TokenChunk] = field(default_factory=list)
+    finished: pb.Finished | None = None
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        kind = response.WhichOneof("event")
+        if kind == "tokens":
+            self.chunks.append(response.tokens)
+        elif kind == "started":
+            self.started = response.started
+        else:
+            self.finished = response.finished
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def details(self) -> list[pb.TokenDetail]:
+        return [detail for chunk in self.chunks for detail in chunk.details]
+
+
+class Rig:
+    """Services, a store, and coordinators on them. Use as an async context manager."""
+
+    def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1, store_url: str = "") -> None:
+        """`store_url`: of the session store; one of its own in memory if empty."""
+        self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
+        self._counts = {TARGET: targets, DRAFT: drafts}
+        self._draft_salt = draft_salt
+        self._directory = tempfile.TemporaryDirectory()
+        self._coordinators: list[Coordinator] = []
+        self._ids = itertools.count()
+        self.services: list[Service] = []
+
+    async def __aenter__(self) -> Self:
+        directory = Path(self._directory.name)
+        write_tokenizer(directory)
+        self.tokenizer = ServedTokenizer(str(directory))
+        self.store = open_store(self._store_url)
+        for role, count in self._counts.items():
+            for _ in range(count):
+                self.services.append(await start_service(role, salt=self._draft_salt if role == DRAFT else 0))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for coordinator in self._coordinators:
+            await coordinator.stop()
+        for service in self.services:
+            await service.kill()
+        await self.store.close()
+        self._directory.cleanup()
+
+    def of_role(self, role: str) -> list[Service]:
+        return [service for service in self.services if service.role == role]
+
+    @property
+    def target(self) -> Service:
+        return self.of_role(TARGET)[0]
+
+    @property
+    def draft(self) -> Service:
+        return self.of_role(DRAFT)[0]
+
+    async def coordinator(self, **settings: Any) -> Coordinator:
+        """Starts a coordinator connected to every service."""
+        pools = ReplicaPools("table", static_endpoints=[(service.role, service.address) for service in self.services])
+        generations = Generations(
+            GenerationSettings(
+                **{
+                    "coordinator_id": f"c{next(self._ids)}",
+                    "lease_ttl_s": 30.0,  # a starved machine must not lose leases
+                    "draft_timeout_s": None,
+                    "max_running": 64,
+                    **settings,
+                }
+            ),
+            store=self.store,
+            pools=pools,
+            tokenizer=self.tokenizer,
+            metrics=CoordinatorMetrics("table"),
+        )
+        server = ServiceServer(
+            "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
+        )
+        CoordinatorServicer(generations, pools, self.tokenizer, Mode.REJECTION).add_to(server.grpc_server)
+        await server.start()
+        while sum(replica.is_alive for replica in pools.all_replicas()) < len(self.services):
+            await pools.poll()  # again where a starved service was late to describe itself
+        channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        coordinator = Coordinator(generations, pools, server, stub, channel)
+        self._coordinators.append(coordinator)
+        return coordinator
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What greedy decoding on the target gives, EOS included."""
+        output = self.target.worker.greedy_continuation(prompt, num_tokens)
+        return output[: output.index(EOS) + 1] if EOS in output else output
+
+
+def request(
+    prompt: Sequence[int] | None = PROMPT,
+    *,
+    session_id: str = "",
+    request_id: str = "",
+    mode: int = pb.SPECULATION_MODE_REJECTION,
+    gamma: int | None = 3,
+    draft_pool: str = "",
+    resume_from: int | None = None,
+    provenance: bool = False,
+    **sampling: Any,
+) -> pb.GenerateRequest:
+    """A request of token ids, greedy and 24 tokens long unless said otherwise."""
+    options = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return pb.GenerateRequest(
+        session_id=session_id,
+        request_id=request_id,
+        prompt_token_ids=None if prompt is None else pb.TokenIds(ids=prompt),
+        sampling=pb.SamplingParams(**options) if resume_from is None else None,
+        speculation=pb.SpeculationParams(mode=mode, gamma=gamma, draft_pool=draft_pool),
+        resume_from=resume_from,
+        return_provenance=provenance,
+    )
+
+
+@asynccontextmanager
+async def started_coordinator(**options: Any) -> AsyncIterator[tuple[Rig, Coordinator]]:
+    """A rig with one coordinator."""
+    async with Rig(**options) as rig:
+        yield rig, await rig.coordinator()
+
+
+async def read_until(stream: Any, num_tokens: int) -> Output:
+    """Reads a stream's events until it has at least `num_tokens` tokens."""
+    output = Output()
+    while len(output.token_ids) < num_tokens:
+        output.add(await stream.read())
+    return output
+
+
+async def read_rest(stream: Any, output: Output) -> Output:
+    """Adds a stream's remaining events to `output`."""
+    while (response := await stream.read()) is not grpc.aio.EOF:
+        output.add(response)
+    return output
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Gives the loop its turns until `condition()` is true."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)

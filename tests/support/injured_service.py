@@ -1,0 +1,54 @@
+"""A draft or target service whose device a test can injure from outside: `python -m tests.support.injured_service
+MODULE DIR`.
+
+Runs the `main` of MODULE with the arguments that follow, on the worker that it loads itself. Before every step that
+worker looks at two files in DIR: while `hang` is there the step waits; the text of `fail` is raised as RuntimeError.
+Called by tests that need a process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.engine import loader as hf_adapter
+from specdec.engine.base import StepPlan, Worker
+from specdec.service.lifecycle import end_process
+
+_POLL_S = 0.01
+
+
+class InjuredWorker:
+    """Implements `specdec.engine.base.Worker` by another one."""
+
+    def __init__(self, worker: Worker, directory: Path) -> None:
+        self.shape = worker.shape
+        self._worker = worker
+        self._directory = directory
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        while (self._directory / "hang").exists():
+            time.sleep(_POLL_S)
+        if (self._directory / "fail").exists():
+            raise RuntimeError((self._directory / "fail").read_text())
+        return self._worker.execute(plan)
+
+
+def _main(module: str, directory: str, *arguments: str) -> int:
+    load_worker = hf_adapter.load_worker
+
+    def load_injured_worker(*args: Any, **options: Any) -> Worker:
+        return InjuredWorker(load_worker(*args, **options), Path(directory))
+
+    hf_adapter.load_worker = load_injured_worker
+    exit_code: int = importlib.import_module(f"{module}.__main__").main(arguments)
+    return exit_code
+
+
+if __name__ == "__main__":
+    end_process(_main(*sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""`python -m tests.support.model_list [--check]`: writes docs/models.md, or fails when it is not what the engine does
+now.
+
+Several minutes: it loads a tiny model of every architecture. `tests.integration.test_every_architecture` compares row
+by row as it goes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import transformers
+
+from tests.support.architecture_rig import judge
+from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+_VERSION_LINE = "The list is that of transformers {version}, "
+
+_HEAD = """# Models
+
+What becomes of each decoder-only architecture of transformers: its paged logits equal the model's own eager forward and
+its greedy text equals `generate()`, or it is refused at load with one `UNSUPPORTED` line. {version_line}each row was
+found by running a tiny random model; `make model-list` writes this page. Every replica makes the comparison for its own
+checkpoint before it serves (`--self-check`, on by default), so a newer type is right or refused too.
+
+| Architecture | Here | Why |
+|---|---|---|
+"""
+
+
+def row(model_type: str, reason: str = "", *, is_built: bool = True, is_cache_right: bool = True) -> str:
+    """The line of one architecture; `reason` is why it is refused, or not built."""
+    if not is_built:
+        return f"| {model_type} | not tried | transformers makes no tiny one: {_plain(reason)} |"
+    if reason:
+        return f"| {model_type} | refused | {_plain(reason)} |"
+    note = "" if is_cache_right else "`generate()` agrees with the model's own forward only with `use_cache=False`"
+    return f"| {model_type} | right | {note} |"
+
+
+def _plain(reason: str) -> str:
+    """Without what differs from run to run."""
+    reason = re.sub(r"^model '[^']*'", "it", reason)
+    reason = re.sub(r": its logits differ by .*", "", reason)
+    return re.sub(r"\s+", " ", reason).replace("|", "/").strip()[:160]
+
+
+@cache
+def documented_rows() -> frozenset[str]:
+    return frozenset(PAGE.read_text().splitlines())
+
+
+def is_documented_version() -> bool:
+    """Whether the page is about the transformers that are installed."""
+    return _VERSION_LINE.format(version=transformers.__version__) in PAGE.read_text()
+
+
+def page() -> str:
+    """docs/models.md as it should be."""
+    lines = []
+    for model_type in MODEL_TYPES:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                verdict = judge(model_type, Path(directory))
+                lines.append(row(model_type, verdict.refusal, is_cache_right=verdict.is_cache_right))
+            except CannotBuild as error:
+                lines.append(row(model_type, str(error), is_built=False))
+    head = _HEAD.format(version_line=_VERSION_LINE.format(version=transformers.__version__))
+    return head + "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    text = page()
+    if argv == ["--check"]:
+        is_same = PAGE.read_text() == text
+        print(f"{PAGE.name} is what the engine does" if is_same else f"error: {PAGE.name} drifted: run make model-list")
+        return 0 if is_same else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""Draft, target and coordinator on given workers, in one process: real gRPC, real engines, any store.
+
+For long products over many models, where three processes a case would spend their time importing. What must be shown of
+processes is shown with `tests.support.stack`. Not a mock of anything: every part is what the services run. Called by
+tests.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from coordinator.front.servicer import CoordinatorServicer
+from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.text.tokenizer import ServedTokenizer
+from draft_service.pace import Predraft
+from draft_service.proposer import Proposer
+from draft_service.servicer import DraftServicer
+from specdec.client import AsyncClient
+from specdec.engine.base import StepPlan, Worker
+from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.state.redis_store import open_store
+from specdec.types import Mode
+from target_service.servicer import TargetServicer
+from target_service.verifier import Verifier
+
+
+class ModelStack:
+    """One target, any number of draft pools (one replica each), one coordinator. Use as an async context manager."""
+
+    client: AsyncClient
+
+    def __init__(
+        self,
+        tokenizer: str | Path,
+        target: Worker,
+        drafts: dict[str, Worker],
+        *,
+        redis_url: str = "",
+        max_support: int | None = None,
+        predrafting: Collection[str] = (),
+        patience: int = 0,
+        proposer_type: type[Proposer] = Proposer,
+    ) -> None:
+        """
+        Args:
+            tokenizer: directory of the target's tokenizer.
+            target: its worker.
+            drafts: pool name to worker; no two engines may share a worker.
+            redis_url: the store; one of its own in memory if empty.
+            max_support: most entries of a draft's support.
+            predrafting: the pools that draft the next round before it is asked for.
+            patience: steps of branches that each of those may run before a step of the target, so that the share of
+                hits does not depend on the machine.
+            proposer_type: what negative controls replace.
+        """
+        self._tokenizer = ServedTokenizer(str(tokenizer))
+        self._target_worker = target
+        self._draft_workers = drafts
+        self._redis_url = redis_url or f"memory://{secrets.token_hex(8)}"
+        self._max_support = max_support
+        self._predrafting = predrafting
+        self._patience = patience
+        self._proposer_type = proposer_type
+        self._draft_metrics: dict[str, EngineMetrics] = {}
+        self._ending = AsyncExitStack()
+        self.draft_addresses: dict[str, str] = {}
+
+    async def __aenter__(self) -> Self:
+        patient = _PatientWorker(self._target_worker, self._patience)
+        target = Verifier(patient, replica_id="target", model="target", max_gamma=16)
+        servicer = TargetServicer(target, EngineMetrics("target", role=TARGET))
+        endpoints = [(TARGET, await self._serve(TARGET_SERVICE, servicer, target))]
+        for pool, worker in self._draft_workers.items():
+            is_ahead = pool in self._predrafting
+            metrics = self._draft_metrics[pool] = EngineMetrics(pool, role=DRAFT)
+            draft = self._proposer_type(
+                worker, replica_id=pool, model=pool, pool=pool, max_gamma=16, max_support=self._max_support,
+                predraft=Predraft.ON if is_ahead else Predraft.OFF, observer=metrics,
+            )  # fmt: skip
+            if is_ahead:
+                patient.drafts.append(draft)
+            draft_servicer = DraftServicer(draft, metrics)
+            self.draft_addresses[pool] = await self._serve(DRAFT_SERVICE, draft_servicer, draft)
+            endpoints.append((DRAFT, self.draft_addresses[pool]))
+        self.client = AsyncClient(await self._coordinate(endpoints))
+        self._ending.push_async_callback(self.client.close)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._ending.aclose()
+
+    async def generate(self, prompt_token_ids: Sequence[int], **options: Any) -> Any:
+        """A completion in a session of its own that is deleted afterwards."""
+        completion = await self.client.generate(prompt_token_ids=list(prompt_token_ids), **options)
+        await self.client.delete_session(completion.session_id)
+        return completion
+
+    def num_predrafted(self, pool: str, *outcomes: str) -> float:
+        """Rounds of a pool that ended so: hit, extended, miss or unasked."""
+        registry, labels = self._draft_metrics[pool].registry, {"model_name": pool, "role": DRAFT}
+        name = "specdec:predraft_rounds_total"
+        return sum(registry.get_sample_value(name, labels | {"outcome": outcome}) or 0.0 for outcome in outcomes)
+
+    async def _serve(self, service_name: str, servicer: Any, engine: Any) -> str:
+        self._ending.push_async_callback(engine.close)
+        server = ServiceServer("127.0.0.1:0", service_names=(service_name,))
+        servicer.add_to(server.grpc_server)
+        await server.start()
+        self._ending.push_async_callback(server.stop, 0.0)
+        await server.set_serving()
+        return server.address
+
+    async def _coordinate(self, endpoints: list[tuple[str, str]]) -> str:
+        store = open_store(self._redis_url)
+        self._ending.push_async_callback(store.close)
+        pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, static_endpoints=endpoints)
+        self._ending.push_async_callback(pools.close)
+        generations = Generations(
+            GenerationSettings(coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, max_running=256),
+            store=store,
+            pools=pools,
+            tokenizer=self._tokenizer,
+            metrics=CoordinatorMetrics("target"),
+        )
+        server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
+        CoordinatorServicer(generations, pools, self._tokenizer, Mode.REJECTION).add_to(server.grpc_server)
+        await server.start()
+        self._ending.push_async_callback(server.stop, 0.0)
+        self._ending.push_async_callback(generations.drain, 0.0)
+        await pools.poll()
+        return server.address
+
+
+class _PatientWorker:
+    """Implements `specdec.engine.base.Worker` by another one whose steps wait for branches to grow."""
+
+    def __init__(self, worker: Worker, num_turns: int) -> None:
+        self.shape = worker.shape
+        self.drafts: list[Proposer] = []
+        self._worker = worker
+        self._num_turns = num_turns
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        for draft in self.drafts:
+            for _ in range(self._num_turns):
+                draft.check_integrity()  # a turn of its device thread: a step of branches unless a call runs
+        return self._worker.execute(plan)

@@ -1,0 +1,228 @@
+"""A whole system as real processes: draft, target and coordinator services on free loopback ports.
+
+    with Stack(target_model, draft_model) as stack:
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(grpc.insecure_channel(stack.endpoint))
+        stack.kill("draft")
+        stack.restart("draft")
+
+Each part is `python -m SERVICE` with one OpenMP thread. `start` waits for health, `stop` ends everything and checks
+nothing. Called by tests that need processes; tests that do not should use `tests.support.coordinator_rig`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.v1.coordinator_pb2 import GetInfoRequest
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+_POLL_S = 0.02
+
+
+def free_port() -> int:
+    """A loopback TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_serving(address: str) -> bool:
+    """Whether `grpc.health.v1` at `address` says SERVING."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def num_connected(address: str) -> int:
+    """Replicas that the coordinator at `address` is connected to; 0 when it does not answer."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            served = CoordinatorServiceStub(channel).GetInfo(GetInfoRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return 0
+        return sum(len(pool.replicas) for pool in served.pools)
+
+
+@dataclass
+class Part:
+    """One process of the stack. Its name is its service, with a number from the second on: target, target2."""
+
+    name: str
+    module: str
+    arguments: Sequence[str]
+    address: str
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self, environ: Mapping[str, str]) -> None:
+        with self.log_path.open("ab") as log:
+            self.process = _spawn([sys.executable, "-m", self.module, *self.arguments], log, environ)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What it wrote to stdout and stderr so far, all its lives together."""
+        return self.log_path.read_text(errors="replace")
+
+    def end(self, number: int) -> int:
+        """Sends a signal and waits for the end; returns the exit code."""
+        assert self.process is not None, f"{self.name} was never started"
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(f"{self.name} ignored signal {number}:\n{self.log}") from None
+        return int(self.process.returncode)
+
+
+class Stack:
+    """Draft, target and coordinator processes, and a Redis of their own unless told otherwise."""
+
+    def __init__(
+        self,
+        target: Path | str,
+        draft: Path | str | None = None,
+        *,
+        num_targets: int = 1,
+        num_drafts: int = 1,
+        num_coordinators: int = 1,
+        tokenizer: Path | str | None = None,
+        redis_url: str = "memory://",
+        replica_arguments: Sequence[str] = ("--dtype", "float32"),
+        draft_arguments: Sequence[str] = (),
+        coordinator_arguments: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            target: model directory of the target, or any model name that the services take.
+            draft: model directory of the draft; None: no draft service.
+            num_targets: target processes; they are called target, target2, ...
+            num_drafts: draft processes, likewise.
+            num_coordinators: coordinator processes, likewise; more than one needs a Redis.
+            tokenizer: its directory; None: the target's.
+            redis_url: of the session store. Replicas are static endpoints either way.
+            replica_arguments: further arguments of draft and target.
+            draft_arguments: further arguments of drafts.
+            coordinator_arguments: further arguments of coordinators.
+            environ: added to the environment of every process.
+        """
+        self._directory = tempfile.TemporaryDirectory(prefix="specdec-stack-")
+        self._environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environ or {})}
+        self.parts: dict[str, Part] = {}
+        endpoints: list[str] = []
+        for role, model, count in (("target", target, num_targets), ("draft", draft, num_drafts if draft else 0)):
+            for index in range(count):
+                arguments = ["--model", str(model), "--device", "cpu", *replica_arguments, "--redis-url", "memory://"]
+                arguments += draft_arguments if role == "draft" else ()
+                part = self._add(role, index, f"{role}_service", arguments)
+                endpoints += [f"--{role}-endpoint", part.address]
+        for index in range(num_coordinators):
+            arguments = ["--tokenizer", str(tokenizer or target), "--redis-url", redis_url, *endpoints]
+            arguments += ["--poll-interval-s", "0.1"]
+            self._add("coordinator", index, "coordinator", [*arguments, *coordinator_arguments])
+
+    def _add(self, role: str, index: int, module: str, arguments: Sequence[str]) -> Part:
+        name = role if index == 0 else f"{role}{index + 1}"
+        address = f"127.0.0.1:{free_port()}"
+        log_path = Path(self._directory.name) / f"{name}.log"
+        self.parts[name] = Part(name, module, [*arguments, "--listen", address], address, log_path)
+        return self.parts[name]
+
+    @property
+    def endpoint(self) -> str:
+        """HOST:PORT of the first coordinator."""
+        return self.parts["coordinator"].address
+
+    def __enter__(self) -> Self:
+        try:
+            for part in self.parts.values():
+                part.start(self._environ)
+            for part in self.parts.values():
+                self.wait_serving(part.name)
+            self._wait_connected()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait_serving(self, name: str) -> None:
+        """Waits until a part's health says SERVING. Raises AssertionError, with its log, when it ends instead."""
+        part = self.parts[name]
+        self._wait(part, lambda: is_serving(part.address))
+
+    def _wait_connected(self) -> None:
+        """Waits until every coordinator is connected to every replica."""
+        coordinators = [part for part in self.parts.values() if part.module == "coordinator"]
+        num_replicas = len(self.parts) - len(coordinators)
+        for part in coordinators:
+            self._wait(part, lambda address=part.address: num_connected(address) == num_replicas)
+
+    def _wait(self, part: Part, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            if not part.is_alive or time.monotonic() > deadline:
+                raise AssertionError(f"{part.name} does not serve:\n{part.log}")
+            time.sleep(_POLL_S)
+
+    def kill(self, name: str) -> None:
+        """Ends a part at once, as a crash would."""
+        self.parts[name].end(signal.SIGKILL)
+
+    def terminate(self, name: str) -> int:
+        """Asks a part to drain and end; returns its exit code."""
+        return self.parts[name].end(signal.SIGTERM)
+
+    def restart(self, name: str) -> None:
+        """Starts an ended part again at the same address and waits for its health."""
+        self.parts[name].start(self._environ)
+        self.wait_serving(name)
+
+    def stop(self) -> None:
+        """Ends every process that is left and forgets the logs. Idempotent."""
+        for part in self.parts.values():
+            if part.is_alive and part.process is not None:
+                part.process.send_signal(signal.SIGTERM)
+        for part in self.parts.values():
+            if part.process is None:
+                continue
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                part.process.wait(STOP_TIMEOUT_S)
+            part.process.kill()
+            part.process.wait()
+        self._directory.cleanup()
+
+
+def _spawn(command: Sequence[str], log: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environ))

@@ -1,0 +1,113 @@
+"""A real worker without a model: its logits are a pure function of the tokens its KV slots hold.
+
+It stores every token it is given in the slot that the block table names, with its position, and computes a logit row
+from what it finds in the slots of positions 0..n. So a wrong block table, a block written twice, a gap or a stale slot
+changes the logits or is refused. Called by tests of the engine's control side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
+from specdec.types import BLOCK_TOKENS
+
+
+class TableWorker:
+    """Implements `specdec.engine.base.Worker`."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary_size: int = 24,
+        num_blocks: int = 64,
+        context: int = 512,
+        spread: float = 2.0,
+        salt: int = 0,
+        vocabulary: str = "table",
+    ) -> None:
+        """`salt` makes another model; equal parameters make the same one. `vocabulary` is only told."""
+        self.shape = ModelShape(
+            vocabulary_size=vocabulary_size,
+            max_context_tokens=context,
+            eos_token_ids=(1,),
+            model_fingerprint=f"table-{salt}-{vocabulary}",
+            vocabulary_fingerprint=vocabulary,
+            num_kv_blocks=num_blocks,
+            dtype="float32",
+            device="cpu",
+        )
+        self.steps: list[StepPlan] = []
+        self.fail_next: BaseException | None = None
+        """The next step raises this, after having written to its slots."""
+        self.fail_always: BaseException | None = None
+        """Every step raises this, likewise."""
+        self.non_finite: dict[int, float] = {}
+        """Logit rows that follow this token id hold nothing but this value."""
+        self.gate = threading.Event()
+        """Cleared: a step waits in `execute` until it is set."""
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        """Released once a step, on entering `execute`."""
+        self._spread = spread
+        self._salt = salt
+        self._slots = np.full((num_blocks * BLOCK_TOKENS, 2), -1, dtype=np.int64)  # token id, position
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        self.steps.append(plan)
+        self.entered.release()
+        self.gate.wait()
+        for source, destination in plan.block_copies:
+            self._copy_block(source, destination)
+        written: set[int] = set()
+        for part in plan.slices:
+            for offset, token_id in enumerate(part.token_ids):
+                slot = _slot(part, part.start + offset)
+                if slot in written:
+                    raise ValueError(f"slot {slot} is written twice in a step")
+                written.add(slot)
+                self._slots[slot] = token_id, part.start + offset
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        if self.fail_always is not None:
+            raise self.fail_always
+        rows = [row for part in plan.slices for row in self._rows(part)]
+        return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), self.shape.vocabulary_size))
+
+    def logits_after(self, token_ids: Sequence[int]) -> np.ndarray:
+        """float32 [V]: the row that follows `token_ids`."""
+        if int(token_ids[-1]) in self.non_finite:
+            return np.full(self.shape.vocabulary_size, self.non_finite[int(token_ids[-1])], dtype=np.float32)
+        digest = hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).digest()
+        generator = np.random.default_rng([self._salt, int.from_bytes(digest, "little")])
+        shared = np.random.default_rng(int.from_bytes(digest, "little")).normal(size=self.shape.vocabulary_size)
+        own = generator.normal(size=self.shape.vocabulary_size)
+        return (self._spread * (shared + (0.4 * own if self._salt else 0.0))).astype(np.float32)
+
+    def greedy_continuation(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """What greedy decoding appends to `token_ids`."""
+        tokens = list(token_ids)
+        for _ in range(num_tokens):
+            tokens.append(int(np.argmax(self.logits_after(tokens))))
+        return tokens[len(token_ids) :]
+
+    def _copy_block(self, source: int, destination: int) -> None:
+        blocks = self._slots.reshape(-1, BLOCK_TOKENS, 2)
+        blocks[destination] = blocks[source]
+
+    def _rows(self, part: SequenceSlice) -> list[np.ndarray]:
+        end = part.start + len(part.token_ids)
+        held = self._slots[[_slot(part, position) for position in range(end)]]
+        if not np.array_equal(held[:, 1], np.arange(end)):
+            raise ValueError(f"slots hold positions {held[:, 1].tolist()}, not 0..{end - 1}")
+        return [self.logits_after(held[: end - back, 0]) for back in range(part.num_logit_rows - 1, -1, -1)]
+
+
+def _slot(part: SequenceSlice, position: int) -> int:
+    return part.block_table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
