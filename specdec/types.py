@@ -117,7 +117,7 @@ class SessionPosition:
     start: int
     """Position of `token_ids[0]`."""
     prefix_hash: bytes
-    """`specdec.core.chain.chain_hash(tokens[0:start])`, 16 bytes."""
+    """`specdec.core.reference.chain_hash(tokens[0:start])`, 16 bytes."""
     token_ids: TokenIds
     """uint32 [n]: committed tokens from `start` on; n >= 1."""
     filters: SamplingFilters

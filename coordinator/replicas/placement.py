@@ -124,8 +124,5 @@ class Placement:
             self._sessions.popitem(last=False)
         return replicas
 
-    def knows(self, session_id: str) -> bool:
-        return session_id in self._sessions
-
     def forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from coordinator.text.tokenizer import ServedTokenizer
 
@@ -27,17 +27,6 @@ _CLEAN_UP_RULES = (
     (" ' ", "'"),
     *((f" {clitic}", clitic) for clitic in ("n't", "'m", "'s", "'ve", "'re")),
 )
-
-
-class Pushed(NamedTuple):
-    """What `IncrementalDetokenizer.push` made of its tokens."""
-
-    text: str
-    """Newly final text."""
-    num_tokens_kept: int
-    """Tokens of this push that belong to the output: up to and including the one that completes a stop string."""
-    stopped: bool
-    """A stop string is complete; the text ends before it."""
 
 
 class IncrementalDetokenizer:
@@ -53,15 +42,6 @@ class IncrementalDetokenizer:
         self._held = ""
         self.has_ended = False
         """After a complete stop string, or `finish`: no more tokens are taken, no more text is delivered."""
-
-    def push(self, token_ids: Iterable[int]) -> Pushed:
-        """Takes the output's next tokens. After a stop it takes none and delivers nothing."""
-        texts: list[str] = []
-        for token_id in token_ids:
-            if self.has_ended:
-                break
-            texts.append(self.push_token(token_id))
-        return Pushed("".join(texts), len(texts), self.has_ended)
 
     def push_token(self, token_id: int) -> str:
         """Takes the output's next token, unless it `has_ended`; returns newly final text."""

@@ -77,8 +77,3 @@ class ChainHasher:
 
     def _before(self, block_index: int) -> bytes:
         return self._block_hashes[block_index - 1] if block_index else _EMPTY
-
-
-def chain_hash(token_ids: TokenIds | Sequence[int]) -> bytes:
-    """Chain hash of a whole token sequence, 16 bytes; equals `ChainHasher(token_ids).at(len(token_ids))`."""
-    return ChainHasher(token_ids).at(len(token_ids))

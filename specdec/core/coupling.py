@@ -13,16 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.core.random import gumbel_noise
 from specdec.core.rejection import Decision, sources_of
 from specdec.types import TokenIds
-
-
-def coupled_choice(law: NDArray[np.float64], seed: int, turn: int, position: int) -> int:
-    """The token that a law (float64 [V]) chooses at an absolute position; distributed as the law over seeds."""
-    support = np.flatnonzero(law)
-    scores = np.log(law[support]) + gumbel_noise(seed, turn, position, support.astype(np.uint32))
-    return int(support[np.argmax(scores)])
 
 
 def verify_choices(

@@ -126,12 +126,8 @@ class DrawKey:
         high, low, _, _ = self._words(index, stream)
         return float(((high << 20) | (low >> 12)) + 0.5) * 2.0**-UNIFORM_BITS
 
-    def uint31(self, index: int, stream: Stream) -> int:
-        """A uniform integer below 2^31."""
-        return int(self._words(index, stream)[0] >> 1)
-
     def uint31s(self, num_draws: int, stream: Stream) -> list[int]:
-        """`uint31` of the indices 0 to `num_draws` - 1.
+        """Uniform integers below 2^31, of the indices 0 to `num_draws` - 1; the first ones are the same for any count.
 
         All in one pass: the draws lie side by side in wide integers, 64 bits each, where products of 32-bit words fit.
         """

@@ -8,13 +8,11 @@ shared with the torch twins; the rest is the reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.core.random import DrawKey, Stream, index_at, index_at_uniform
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
+from specdec.core.random import DrawKey, Stream, index_at
+from specdec.types import WEIGHT_TOTAL, Support
 
 #: Vocabularies up to this size may send their whole law: cutting costs them acceptance, and bytes are few.
 #: It also bounds W below 2^31, so that every product of the integer rule fits 62 bits.
@@ -32,23 +30,6 @@ _MAX_WEIGHT = (1 << 16) - 1
 def default_s_max(vocabulary_size: int) -> int:
     """Most entries of a support for a vocabulary of this size."""
     return LARGE_VOCABULARY_SUPPORT if vocabulary_size > MAX_SUPPORT else vocabulary_size
-
-
-def cut_support(law: NDArray[np.float64], s_max: int, coverage: float = DEFAULT_COVERAGE) -> tuple[Support, float]:
-    """Cuts a law to the fewest likeliest tokens that cover `coverage`, at most `s_max`, in integer weights.
-
-    Looks at the law only, so it is exact whatever is drawn afterwards. Ties go to the lower id.
-
-    Args:
-        law: float64 [V], sums to 1.
-        s_max: 1..MAX_SUPPORT.
-        coverage: (0, 1].
-
-    Returns:
-        The support, and the law mass outside it (0..1).
-    """
-    likeliest = np.argsort(-law, kind="stable")[:s_max]
-    return support_of_likeliest(likeliest, law[likeliest], coverage)
 
 
 def support_of_likeliest(
@@ -74,26 +55,6 @@ def draw_from_support(support: Support, key: DrawKey, index: int) -> int:
     """Draws the draft token at `index` of the round, from exactly the weights that will travel."""
     point = key.below(int(support.weights.sum(dtype=np.int64)), index, Stream.PROPOSE)
     return int(support.token_ids[index_at(support.weights, point)])
-
-
-def distribution_row(
-    law: NDArray[np.float64], support_ids: TokenIds | Sequence[int], tail_uniform: float
-) -> DistributionRow:
-    """p seen through a support: integer weights on it, the rest, and one token drawn from the rest.
-
-    Args:
-        law: float64 [V], sums to 1.
-        support_ids: ascending ids of S; empty at the bonus position, where z is a draw of p itself.
-        tail_uniform: (0, 1), decides z.
-    """
-    ids = np.asarray(support_ids, dtype=np.int64)
-    outside = law.copy()
-    outside[ids] = 0.0
-    weights = integer_weights(law[ids], float(outside.sum()))
-    if weights[-1] == 0:
-        return DistributionRow(weights=weights, tail_token_id=-1, tail_probability=0.0)
-    tail_token_id = index_at_uniform(outside, tail_uniform)
-    return DistributionRow(weights=weights, tail_token_id=tail_token_id, tail_probability=float(law[tail_token_id]))
 
 
 def integer_weights(on_support: NDArray[np.float64], rest: float) -> NDArray[np.uint32]:

@@ -46,19 +46,10 @@ def encode_proposal(proposal: Proposal, call_id: int) -> draft_pb2.Proposal:
     return message
 
 
-def decode_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
-    """Reads a reply and checks it against its request.
-
-    Raises:
-        Internal: the replica broke the protocol; the message says how.
-    """
-    return _only(decode_proposals([message], [request]))
-
-
 def decode_proposals(
     messages: Sequence[draft_pb2.Proposal], requests: Sequence[ProposeRequest]
 ) -> list[Proposal | Internal]:
-    """As `decode_proposal`, for all replies of a frame at once; what one of them would raise is its answer alone."""
+    """Reads a frame's replies and checks each against its request; one that broke the protocol is its own Internal."""
     return _each_alone("proposal", _read_proposals, messages, requests)
 
 
@@ -150,19 +141,10 @@ def encode_verification(verification: Verification, call_id: int) -> target_pb2.
     return message
 
 
-def decode_verification(message: target_pb2.Verification, request: VerifyRequest) -> Verification:
-    """Reads a reply and checks it against its request.
-
-    Raises:
-        Internal: the replica broke the protocol; the message says how.
-    """
-    return _only(decode_verifications([message], [request]))
-
-
 def decode_verifications(
     messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
 ) -> list[Verification | Internal]:
-    """As `decode_verification`, for all replies of a frame at once; what one would raise is its answer alone."""
+    """As `decode_proposals`."""
     return _each_alone("verification", _read_verifications, messages, requests)
 
 
@@ -307,13 +289,6 @@ def _each_alone(
             return [Internal(f"malformed {noun}: {error}")]
     pairs = zip(messages, requests, strict=True)
     return [answer for message, request in pairs for answer in _each_alone(noun, read, [message], [request])]
-
-
-def _only(answers: Sequence[AnswerT | Internal]) -> AnswerT:
-    (answer,) = answers
-    if isinstance(answer, Internal):
-        raise answer
-    return answer
 
 
 def _gather(parts: Sequence[bytes], counts: Sequence[int], dtype: str, name: str) -> NDArray[Any]:

@@ -23,6 +23,7 @@ from specdec.rpc import codec, replies
 from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 from target_service.verifier import Verifier
+from tests.support.one_reply import decode_proposal, decode_verification
 from tests.support.round_driver import RoundDriver
 from tests.support.table_worker import TableWorker
 
@@ -72,14 +73,14 @@ class RecordedLink:
         asked = self._note(codec.encode_propose_request(request, 1))
         received = codec.decode_propose_request(draft_pb2.ProposeRequest.FromString(asked), self.engine.info())
         reply = self._note(replies.encode_proposal(await self.engine.propose(received), 1))
-        return replies.decode_proposal(draft_pb2.Proposal.FromString(reply), request)
+        return decode_proposal(draft_pb2.Proposal.FromString(reply), request)
 
     async def verify(self, request: VerifyRequest) -> Verification:
         request = VerifyRequest(request.position, request.draft_token_ids, request.support_ids, self.num_logprobs)
         asked = self._note(codec.encode_verify_request(request, 1))
         received = codec.decode_verify_request(target_pb2.VerifyRequest.FromString(asked), self.engine.info())
         reply = self._note(replies.encode_verification(await self.engine.verify(received), 1))
-        return replies.decode_verification(target_pb2.Verification.FromString(reply), request)
+        return decode_verification(target_pb2.Verification.FromString(reply), request)
 
     def _note(self, message: Message) -> bytes:
         travelling = message.SerializeToString()

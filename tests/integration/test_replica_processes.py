@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.core.chain import chain_hash
+from specdec.core.reference import chain_hash
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from specdec.core.block import acceptance_levels, verify_block
-from specdec.core.chain import ChainHasher, chain_hash
-from specdec.core.filters import filtered_distribution
+from specdec.core.chain import ChainHasher
 from specdec.core.random import DrawKey
+from specdec.core.reference import chain_hash, cut_support, distribution_row, filtered_distribution
 from specdec.core.rejection import verify_rejection
-from specdec.core.sparse import cut_support, distribution_row, draw_from_support
+from specdec.core.sparse import draw_from_support
 from specdec.engine.logits.filters import likeliest
 from specdec.engine.logits.rows import FilterContext, filtered_distributions
 from specdec.types import WEIGHT_TOTAL, SamplingFilters, TokenSource

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from specdec.core.block import verify_block
 from specdec.core.random import DrawKey
+from specdec.core.reference import cut_support, distribution_row
 from specdec.core.rejection import verify_rejection
-from specdec.core.sparse import cut_support, distribution_row, draw_from_support
+from specdec.core.sparse import draw_from_support
 from specdec.errors import Internal
 from specdec.rpc import replies
 from specdec.types import (
@@ -29,6 +30,7 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from tests.support.one_reply import decode_verification
 
 VOCABULARY_SIZE = 20
 REPLIES = 3
@@ -143,4 +145,4 @@ def test_the_control_weights_that_do_not_sum_are_refused(moved: int) -> None:
     weights[0] = (int(weights[0]) + moved) % (1 << 32)
     message.weights = weights.tobytes()
     with pytest.raises(Internal, match="sum"):
-        replies.decode_verification(message, exchange.verify)
+        decode_verification(message, exchange.verify)

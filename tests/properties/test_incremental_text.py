@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -123,18 +122,13 @@ def outputs(kind: str) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, served(kind)[0].vocabulary_size), max_size=24)
 
 
-def chunked(token_ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
-    edges = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
-    return [list(token_ids[start:end]) for start, end in pairwise(edges)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_joined_text_is_the_decoded_output(kind: str, data: st.DataObject) -> None:
     token_ids = data.draw(outputs(kind))
     detokenizer = IncrementalDetokenizer(served(kind)[0])
-    texts = [detokenizer.push([token_id]).text for token_id in token_ids]
+    texts = [detokenizer.push_token(token_id) for token_id in token_ids]
     assert "".join(texts) + detokenizer.finish() == whole_text(kind, token_ids)
 
 
@@ -145,17 +139,13 @@ def test_text_after_n_tokens_is_a_function_of_those_tokens(kind: str, data: st.D
     token_ids = data.draw(outputs(kind))
     stop = tuple(data.draw(st.lists(st.sampled_from(["ab", "a.", "a b", "€", "\n"]), max_size=2)))
     tokenizer = served(kind)[0]
-    one_by_one, in_chunks = IncrementalDetokenizer(tokenizer, stop), IncrementalDetokenizer(tokenizer, stop)
+    whole = IncrementalDetokenizer(tokenizer, stop)
     after = [""]
     for token_id in token_ids:
-        after.append(after[-1] + one_by_one.push([token_id]).text)
-    text, num_kept, taken = "", 0, 0
-    for chunk in chunked(token_ids, data.draw(st.lists(st.integers(0, 24), max_size=5))):
-        pushed = in_chunks.push(chunk)
-        text, num_kept, taken = text + pushed.text, num_kept + pushed.num_tokens_kept, taken + len(chunk)
-        assert text == after[taken]
-        assert pushed.stopped or num_kept == taken
-    assert text + in_chunks.finish() == after[-1] + one_by_one.finish()
+        after.append(after[-1] + whole.push_token(token_id))
+    for num_tokens in range(len(token_ids) + 1):
+        shorter = IncrementalDetokenizer(tokenizer, stop)
+        assert "".join(map(shorter.push_token, token_ids[:num_tokens])) == after[num_tokens]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,11 +167,13 @@ def test_an_output_stops_at_the_first_token_whose_text_holds_a_stop_string(kind:
             break
 
     detokenizer = IncrementalDetokenizer(served(kind)[0], stops)
-    pushed = [
-        detokenizer.push(chunk) for chunk in chunked(token_ids, data.draw(st.lists(st.integers(0, 24), max_size=5)))
-    ]
-    assert "".join(push.text for push in pushed) + detokenizer.finish() == expected_text
-    assert sum(push.num_tokens_kept for push in pushed) == expected_kept
+    texts: list[str] = []
+    for token_id in token_ids:
+        if detokenizer.has_ended:
+            break
+        texts.append(detokenizer.push_token(token_id))
+    assert "".join(texts) + detokenizer.finish() == expected_text
+    assert len(texts) == expected_kept
 
 
 def test_a_token_without_text_does_not_make_the_next_one_the_first() -> None:
@@ -189,7 +181,7 @@ def test_a_token_without_text_does_not_make_the_next_one_the_first() -> None:
     vocabulary = served("byte_fallback_strip")[1].get_vocab()
     token_ids = [vocabulary[token] for token in ("a", "~", "▁a")]
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert [detokenizer.push([token_id]).text for token_id in token_ids] == ["a", "", " a"]
+    assert [detokenizer.push_token(token_id) for token_id in token_ids] == ["a", "", " a"]
 
 
 @settings(max_examples=100, deadline=None)
@@ -199,7 +191,7 @@ def test_a_valid_text_never_shows_a_broken_character(text: str) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer)
     shown = ""
     for byte in text.encode():
-        shown += detokenizer.push([byte]).text
+        shown += detokenizer.push_token(byte)
         assert text.startswith(shown)
     assert shown == text
 
@@ -218,5 +210,5 @@ def _all_bytes() -> ServedTokenizer:
 def test_any_bytes_at_all_become_the_text_that_decoding_them_at_once_gives(data: bytes) -> None:
     tokenizer = _all_bytes()
     detokenizer = IncrementalDetokenizer(tokenizer)
-    texts = [detokenizer.push([byte]).text for byte in data]
+    texts = [detokenizer.push_token(byte) for byte in data]
     assert "".join(texts) + detokenizer.finish() == tokenizer.decode(list(data))

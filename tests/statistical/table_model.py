@@ -19,7 +19,7 @@ import torch
 
 from specdec.core import block, rejection
 from specdec.core.coupling import verify_choices
-from specdec.core.filters import filtered_distribution
+from specdec.core.reference import filtered_distribution
 from specdec.engine.logits.rows import FilterContext, cut_supports, distribution_rows, filtered_distributions
 from specdec.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 

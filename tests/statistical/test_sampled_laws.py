@@ -15,11 +15,12 @@ import torch
 from scipy import stats
 
 from specdec.core.block import verify_block
-from specdec.core.coupling import coupled_choice, verify_choices
+from specdec.core.coupling import verify_choices
 from specdec.core.expectation import coupled_acceptance_probability
 from specdec.core.random import DrawKey, Stream
+from specdec.core.reference import coupled_choice, cut_support, distribution_row
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.core.sparse import cut_support, distribution_row, draw_from_support
+from specdec.core.sparse import draw_from_support
 from specdec.engine.logits.rows import coupled_choices, distribution_rows
 from specdec.types import SamplingFilters
 from tests.statistical.table_model import NO_IDS, Path, RoundTables

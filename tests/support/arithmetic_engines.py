@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 
 from specdec import errors
-from specdec.core.chain import chain_hash
+from specdec.core.reference import chain_hash
 from specdec.rpc.rounds import uses_supports
 from specdec.types import (
     WEIGHT_TOTAL,

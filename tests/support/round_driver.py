@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 from specdec.core.block import verify_block
-from specdec.core.chain import chain_hash
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
+from specdec.core.reference import chain_hash
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.engine.base import DraftEngine, TargetEngine
 from specdec.errors import KvMiss

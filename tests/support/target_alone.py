@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.core.filters import filtered_distribution
+from specdec.core.reference import filtered_distribution
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.sessions.block_manager import blocks_for

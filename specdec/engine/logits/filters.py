@@ -1,4 +1,4 @@
-"""Logits to distributions, batched over the rows of a step: the torch twin of `specdec.core.filters`.
+"""Logits to distributions, batched over the rows of a step: the torch twin of `specdec.core.reference`.
 
 Takes the logits of one whole step (`[R, V]`, any device); rows whose filters are neutral cost a softmax, and sorting
 happens on the likeliest few tokens unless the distribution itself is wider. Everything is float64 but the plain greedy
@@ -100,7 +100,7 @@ def processed_logits(logits: torch.Tensor, contexts: Sequence[FilterContext]) ->
 
 
 def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
-    """The distribution of each row; the batched `specdec.core.filters.filtered_distribution`.
+    """The distribution of each row; the batched `specdec.core.reference.filtered_distribution`.
 
     Args:
         logits: float32 [R, V]; not changed.

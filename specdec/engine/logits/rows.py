@@ -72,7 +72,7 @@ _SMALLEST_GAP = 2.0**-21
 def cut_supports(
     distributions: torch.Tensor, s_max: int, coverage: float = DEFAULT_COVERAGE
 ) -> list[tuple[Support, float]]:
-    """Cuts each distribution (float64 [R, V]) to a support; the batched `specdec.core.sparse.cut_support`.
+    """Cuts each distribution (float64 [R, V]) to a support; the batched `specdec.core.reference.cut_support`.
 
     Returns:
         R supports and the distribution mass outside each, 0..1.
@@ -95,7 +95,7 @@ def cut_supports(
 
 
 def _cut_by_mass(distribution: NDArray[np.float64], s_max: int, coverage: float) -> tuple[Support, float]:
-    """`specdec.core.sparse.cut_support` of a distribution [V] on the host, for wide supports.
+    """`specdec.core.reference.cut_support` of a distribution [V] on the host, for wide supports.
 
     Numbers alone are sorted, some ten times sooner than ids by their numbers; which ids they are of, one comparison
     with the smallest of them tells.
@@ -116,7 +116,7 @@ def _cut_by_mass(distribution: NDArray[np.float64], s_max: int, coverage: float)
 def distribution_rows(
     distributions: torch.Tensor, support_ids: Sequence[TokenIds], tail_uniforms: Sequence[float]
 ) -> list[DistributionRow]:
-    """p seen through supports, with one token drawn outside each; the batched `specdec.core.sparse.distribution_row`.
+    """p seen through supports, with one token drawn outside each; `specdec.core.reference.distribution_row` in batches.
 
     Args:
         distributions: float64 [R, V].
@@ -159,7 +159,7 @@ def distribution_rows(
 def coupled_choices(
     distributions: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """argmax of log distribution + keyed Gumbel noise per row; the batched `specdec.core.coupling.coupled_choice`.
+    """argmax of log distribution + keyed Gumbel noise per row; the batched `specdec.core.reference.coupled_choice`.
 
     Args:
         distributions: float64 [R, V].

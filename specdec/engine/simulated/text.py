@@ -100,7 +100,7 @@ class SimulatedText:
         return draw_from_support(self.support(asked.committed_len + index), key, index)
 
     def distribution_row(self, position: int, support_ids: TokenIds, tail_uniform: float) -> DistributionRow:
-        """p at a position through a support (ascending ids, any), as `specdec.core.sparse.distribution_row` says."""
+        """p at a position through a support (ascending ids, any), as `specdec.core.reference.distribution_row` says."""
         own_ids, alpha = self._support_ids(position), self._alpha(position)
         tail = int(own_ids[-1]) + 1 + self._words(position)[3] % (VOCABULARY_SIZE - 1 - int(own_ids[-1]))
         if alpha < 1.0 and np.array_equal(support_ids, own_ids):

@@ -105,7 +105,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 tokenizer = ServedTokenizer({str(save(tmp_path))!r})
 token_ids = tokenizer.encode_chat([dict(role="user", content="hello world")])
 detokenizer = IncrementalDetokenizer(tokenizer, ("nothing",))
-print(detokenizer.push(token_ids).text + detokenizer.finish())
+print("".join(map(detokenizer.push_token, token_ids)) + detokenizer.finish())
 print(sorted({{"torch", "ray"}} & set(sys.modules)))
 """
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
@@ -126,7 +126,7 @@ def test_a_long_output_is_decoded_in_work_proportional_to_its_length(tmp_path: P
     tokenizer = _CountingTokenizer(save(tmp_path))
     detokenizer = IncrementalDetokenizer(tokenizer, ("nothing",))
     output = [4, 5] * 1000
-    text = "".join(detokenizer.push([token_id]).text for token_id in output) + detokenizer.finish()
+    text = "".join(detokenizer.push_token(token_id) for token_id in output) + detokenizer.finish()
     assert text == tokenizer.decode(output)
     assert tokenizer.num_decoded <= 4 * len(output)
 
@@ -136,4 +136,4 @@ def test_a_metaspace_output_begins_without_a_space(tmp_path: Path) -> None:
     backend.decoder = decoders.Metaspace()
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     detokenizer = IncrementalDetokenizer(ServedTokenizer(tmp_path))
-    assert [detokenizer.push([token_id]).text for token_id in (0, 1, 0)] == ["a", "b", " a"]
+    assert [detokenizer.push_token(token_id) for token_id in (0, 1, 0)] == ["a", "b", " a"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdec.core.chain import ChainHasher, chain_hash
+from specdec.core.chain import ChainHasher
+from specdec.core.reference import chain_hash
 
 # A change of these makes every replica and cold block of another version a miss.
 VECTORS = [

@@ -14,8 +14,8 @@ from specdec.core.expectation import (
     expected_tokens_per_round,
 )
 from specdec.core.random import DrawKey
+from specdec.core.reference import distribution_row
 from specdec.core.rejection import acceptance_bound, entry_of, verify_rejection
-from specdec.core.sparse import distribution_row
 from specdec.errors import Internal
 from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenSource
 

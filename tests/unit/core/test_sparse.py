@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.core.coupling import coupled_choice
 from specdec.core.random import DrawKey, gumbel_noise
-from specdec.core.sparse import cut_support, default_s_max, distribution_row, draw_from_support, integer_weights
+from specdec.core.reference import coupled_choice, cut_support, distribution_row
+from specdec.core.sparse import default_s_max, draw_from_support, integer_weights
 from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports, distribution_rows, logit_rows
 from specdec.types import WEIGHT_TOTAL
 

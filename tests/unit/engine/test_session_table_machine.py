@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specdec.core.chain import chain_hash
+from specdec.core.reference import chain_hash
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable

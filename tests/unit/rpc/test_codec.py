@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from specdec.core.packed import PackedSupports
 from specdec.core.random import DrawKey
+from specdec.core.reference import distribution_row
 from specdec.core.rejection import residual_weights, verify_rejection
-from specdec.core.sparse import MAX_SUPPORT, distribution_row
+from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc import codec, replies
 from specdec.rpc.arrays import decode_supports, encode_supports
@@ -30,6 +31,7 @@ from tests.support.arithmetic_engines import (
     make_round,
     support_of,
 )
+from tests.support.one_reply import decode_proposal, decode_verification
 
 LIMITS = ArithmeticTarget().info()
 COUPLED = DrawRule.COUPLED
@@ -88,7 +90,7 @@ async def test_verify_requests_and_their_answers_survive_the_wire(
     verification = await ArithmeticTarget().verify(request)
     message = target_pb2.Verification.FromString(replies.encode_verification(verification, 9).SerializeToString())
     assert message.call_id == 9
-    assert same(replies.decode_verification(message, request), verification)
+    assert same(decode_verification(message, request), verification)
 
 
 @pytest.mark.parametrize("round_options", [{}, {"filters": GREEDY}, {"draw_rule": COUPLED}])
@@ -96,7 +98,7 @@ async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None
     request = ProposeRequest(make_round(**round_options), gamma=4)
     proposal = await ArithmeticDraft().propose(request)
     message = draft_pb2.Proposal.FromString(replies.encode_proposal(proposal, 2).SerializeToString())
-    assert same(replies.decode_proposal(message, request), proposal)
+    assert same(decode_proposal(message, request), proposal)
 
 
 @settings(deadline=None, max_examples=60)
@@ -214,7 +216,7 @@ async def test_a_malformed_proposal_is_the_replicas_fault() -> None:
         (broken(lost_mass=[0.5]), "lost_mass"),
     ]:
         with pytest.raises(Internal, match=words):
-            replies.decode_proposal(message, request)
+            decode_proposal(message, request)
 
 
 async def test_a_malformed_verification_is_the_replicas_fault() -> None:
@@ -229,14 +231,14 @@ async def test_a_malformed_verification_is_the_replicas_fault() -> None:
         (replace(verification, rows=(heavy, *verification.rows[1:])), "sum to"),
     ]:
         with pytest.raises(Internal, match=words):
-            replies.decode_verification(replies.encode_verification(answer, 1), request)
+            decode_verification(replies.encode_verification(answer, 1), request)
     extra_tail = replies.encode_verification(verification, 1)
     extra_tail.tail_token_ids.append(5)
     with pytest.raises(Internal, match="tail tokens"):
-        replies.decode_verification(extra_tail, request)
+        decode_verification(extra_tail, request)
     greedy = verify_request(3, filters=GREEDY)
     with pytest.raises(Internal, match="0 choices for 4 positions"):
-        replies.decode_verification(replies.encode_verification(verification, 1), greedy)
+        decode_verification(replies.encode_verification(verification, 1), greedy)
 
 
 def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> None:
@@ -247,14 +249,14 @@ def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> Non
         support = Support(ids, np.full(num_entries, 65_535, dtype=np.uint16))
         return replies.encode_proposal(Proposal(ids[:1], (support,), (0.0,), 1, 0, 0.0), 1)
 
-    largest = replies.decode_proposal(answer(MAX_SUPPORT), request).supports[0]
+    largest = decode_proposal(answer(MAX_SUPPORT), request).supports[0]
     certain = distribution_row(np.eye(1, MAX_SUPPORT)[0], largest.token_ids, 0.5)
     # p is token 0 alone: all that q lacks of it is the residual, exactly.
     residual = residual_weights(largest, certain)
     assert residual[0] == WEIGHT_TOTAL * 65_535 * (MAX_SUPPORT - 1)
     assert not residual[1:].any()
     with pytest.raises(Internal, match="more than 32768 entries"):
-        replies.decode_proposal(answer(MAX_SUPPORT + 1), request)
+        decode_proposal(answer(MAX_SUPPORT + 1), request)
 
 
 def test_engine_info_survives_the_wire() -> None:
@@ -268,14 +270,14 @@ async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() 
     ]
     proposals = [replies.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
     drafts = replies.decode_proposals(proposals, requests)
-    assert all(map(same, drafts, map(replies.decode_proposal, proposals, requests)))
+    assert all(map(same, drafts, map(decode_proposal, proposals, requests)))
     asked = [
         VerifyRequest(request.position, draft.draft_token_ids, tuple(support.token_ids for support in draft.supports))
         for request, draft in zip(requests, drafts, strict=True)
     ]
     answers = [replies.encode_verification(await ArithmeticTarget().verify(request), 1) for request in asked]
     together = replies.decode_verifications(answers, asked)
-    assert all(map(same, together, map(replies.decode_verification, answers, asked)))
+    assert all(map(same, together, map(decode_verification, answers, asked)))
     for request, draft, answer in zip(requests, drafts, together, strict=True):
         if not draft.supports:
             continue
@@ -292,13 +294,13 @@ async def test_a_malformed_reply_of_a_frame_fails_alone() -> None:
     proposals[2].draft_token_ids[0] = 999
     answers = replies.decode_proposals(proposals, requests)
     assert [isinstance(answer, Internal) for answer in answers] == [False, True, True, False]
-    assert same(answers[3], replies.decode_proposal(proposals[3], requests[3]))
+    assert same(answers[3], decode_proposal(proposals[3], requests[3]))
 
 
 async def test_supports_are_sent_on_as_they_came() -> None:
     request = ProposeRequest(make_round(), gamma=3)
     message = replies.encode_proposal(await ArithmeticDraft().propose(request), 1)
-    draft = replies.decode_proposal(message, request)
+    draft = decode_proposal(message, request)
     assert isinstance(draft.supports, PackedSupports)
     forwarded = VerifyRequest(request.position, draft.draft_token_ids, draft.supports.ids)
     assert codec.encode_verify_request(forwarded, 1).supports == message.supports

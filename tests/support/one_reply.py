@@ -1,0 +1,30 @@
+"""Replies read one at a time, as if each had come in a frame of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from specdec.errors import Internal
+from specdec.rpc import replies
+from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
+from specdec.v1 import draft_pb2, target_pb2
+
+AnswerT = TypeVar("AnswerT")
+
+
+def decode_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
+    """Raises Internal when the reply broke the protocol."""
+    return _only(replies.decode_proposals([message], [request]))
+
+
+def decode_verification(message: target_pb2.Verification, request: VerifyRequest) -> Verification:
+    """Raises Internal when the reply broke the protocol."""
+    return _only(replies.decode_verifications([message], [request]))
+
+
+def _only(answers: Sequence[AnswerT | Internal]) -> AnswerT:
+    (answer,) = answers
+    if isinstance(answer, Internal):
+        raise answer
+    return answer
