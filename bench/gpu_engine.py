@@ -19,8 +19,8 @@ from bench.rows import Row
 from bench.workload import GAMMA
 from specdec.config import cache_directory
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.compiled.steps import CompileOptions, row_counts
 from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.engine.sessions.block_manager import blocks_for
 
 TARGET_LIMIT, DRAFT_LIMIT = 1.25, 2.0

@@ -94,8 +94,8 @@ def _load_engine(settings: DraftSettings, replica_id: str, metrics: EngineMetric
     # torch takes seconds to import: not before the settings are known to be right.
     from draft_service.pace import Predraft
     from draft_service.proposer import Proposer
-    from specdec.engine.compiled.steps import CompileOptions, row_counts
     from specdec.engine.loader import load_worker
+    from specdec.engine.model.options import CompileOptions, row_counts
 
     worker = load_worker(
         settings.model,

@@ -92,8 +92,8 @@ def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetri
     _log.info("loading %s", settings.model)
     locate_checkpoint(settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
-    from specdec.engine.compiled.steps import CompileOptions, row_counts
     from specdec.engine.loader import load_worker
+    from specdec.engine.model.options import CompileOptions, row_counts
     from target_service.verifier import Verifier
 
     worker = load_worker(

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.engine.base import ModelShape, Worker
 from specdec.engine.captured.steps import capture_steps, wants_capture
-from specdec.engine.compiled.steps import AUTO, NATIVE, CompileOptions, GraphSource, forward_pass, require_backend
+from specdec.engine.compiled.steps import forward_pass
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.device_memory import DeviceMemory, kv_pool_bytes
@@ -30,6 +30,7 @@ from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward
+from specdec.engine.model.options import AUTO, NATIVE, CompileOptions, GraphSource, require_backend
 from specdec.engine.model.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.native.library import load_library

@@ -20,8 +20,8 @@ import pytest
 from scipy import stats
 
 from draft_service.proposer import Proposer
-from specdec.engine.compiled.steps import CompileOptions
 from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
 from specdec.types import Proposal, ProposeRequest, SamplingFilters, Support
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone

@@ -13,8 +13,8 @@ import torch
 from draft_service.proposer import Proposer
 from specdec.engine.base import StepPlan
 from specdec.engine.captured.capture import CudaCapture
-from specdec.engine.compiled.steps import CompileOptions, row_counts
 from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.captured_rig import (

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.compiled.steps import CompileOptions
 from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.library import load_library
 from specdec.engine.native.prebuilt import prebuilt_libraries
 from specdec.errors import InvalidRequest, Unsupported

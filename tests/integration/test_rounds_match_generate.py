@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.pace import Predraft
 from draft_service.proposer import Proposer
-from specdec.engine.compiled.steps import CompileOptions, row_counts
 from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.captured_rig import CountedCapture

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.captured.capture import Capture
-from specdec.engine.compiled.steps import CompileOptions
 from specdec.engine.loader import load_worker
+from specdec.engine.model.options import Capture, CompileOptions
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
 

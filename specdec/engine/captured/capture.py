@@ -11,9 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-#: Turns a step into a function that runs it again on whatever its buffers hold by then.
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-
 # The first run loads kernels and chooses among them, and libraries allocate what they keep; none of it may be recorded.
 _WARM_UP_RUNS = 2
 

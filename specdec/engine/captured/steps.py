@@ -20,14 +20,14 @@ import torch
 
 from specdec.engine.base import ModelShape, SequenceSlice
 from specdec.engine.captured.buckets import Bucket, Buckets
-from specdec.engine.captured.capture import Capture, CudaCapture
+from specdec.engine.captured.capture import CudaCapture
 from specdec.engine.captured.static_attention import GatheredAttention, StaticAttention
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.captured.varlen_attention import find_varlen_attention
-from specdec.engine.compiled.steps import AUTO, CAPTURED, CompileOptions, GraphSource, first_line
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
+from specdec.engine.model.options import AUTO, CAPTURED, Capture, CompileOptions, GraphSource, first_line
 from specdec.engine.model.start_progress import shown
 from specdec.errors import Unsupported
 

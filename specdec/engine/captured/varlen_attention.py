@@ -16,13 +16,12 @@ import torch
 
 from specdec.engine.base import SequenceSlice
 from specdec.engine.captured.buckets import Bucket, ContextSteps
-from specdec.engine.captured.capture import Capture
 from specdec.engine.captured.static_attention import GatheredAttention, StaticAttention, step_batch
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
-from specdec.engine.compiled.steps import first_line
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import AttentionKind, StepBatch
 from specdec.engine.model.kv_cache import KvCache, LayerShape
+from specdec.engine.model.options import Capture, first_line
 from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)

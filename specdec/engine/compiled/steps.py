@@ -18,13 +18,11 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
-from specdec.engine.captured.capture import Capture
 from specdec.engine.compiled.graph_package import (
     MAX_BLOCKS,
     MIN_BLOCKS,
@@ -35,86 +33,23 @@ from specdec.engine.compiled.graph_package import (
 )
 from specdec.engine.compiled.step_graph import StepGraph
 from specdec.engine.model.attention import PagedContext
-from specdec.engine.model.batch import AttentionKind, KvView, StepBatch
+from specdec.engine.model.batch import KvView, StepBatch
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
+from specdec.engine.model.options import AUTO, CAPTURED, EAGER, CompileOptions, GraphSource, first_line
 from specdec.engine.model.start_progress import shown
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 
-#: PyTorch's operations one by one.
-EAGER = "eager"
-#: Kernels of our own (`engine.native`).
-NATIVE = "native"
-#: CUDA graphs of steps (`engine.captured.steps`).
-CAPTURED = "captured"
-#: Native on a CPU and captured on a GPU where they take the model, eager elsewhere.
-AUTO = "auto"
-
-_BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
-
 _log = logging.getLogger(__name__)
 
-# Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1.
-_ROW_COUNTS = (1, 2, 3, 5, 9, 17)
 # Beyond, a step's own work outweighs what compiling saves.
 _MOST_COMPILED_ROWS = 9
 # All packages of a process together: each holds the weights in its own layout.
 _PACKAGES_BYTES = 4 << 30
 # Versions of the graph's code in a process, other models' included; PyTorch's own limit is there to find loops.
 _MOST_VERSIONS = 100
-
-
-def row_counts(max_rows: int) -> tuple[int, ...]:
-    """Row counts of the graphs that steps of 1 to `max_rows` rows meet."""
-    return tuple(count for count, below in zip(_ROW_COUNTS, (0, *_ROW_COUNTS), strict=False) if below < max_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class CompileOptions:
-    """What a service compiles."""
-
-    backend: str = AUTO
-    """One that `require_backend` lets through."""
-    row_counts: tuple[int, ...] = ()
-    """Rows of each graph."""
-    directory: Path | None = None
-    """Where what was compiled is kept between runs; None: nowhere."""
-    is_tuned: bool = True
-    """Whether `inductor` measures several kernels for each product: slower to compile, faster to run."""
-    capture: Capture | None = None
-    """What records captured steps; None: CUDA graphs, where there is a CUDA device."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSource:
-    """What the graphs are made of."""
-
-    model: PreTrainedModel
-    layer_kinds: Sequence[AttentionKind]
-    cache: KvCache
-    model_fingerprint: str
-    dtype: str
-    """As the worker's shape says it: `int8` included."""
-
-
-def require_backend(name: str) -> None:
-    """Finds out whether a backend is there, before anything is loaded.
-
-    Raises:
-        InvalidRequest: it is not; the message has the names that are.
-    """
-    if name in _BUILT_IN:
-        return
-    # Imported late: a service that stays eager starts faster without it.
-    from torch._dynamo import list_backends
-
-    if name not in list_backends(exclude_tags=()):
-        names = ", ".join((*_BUILT_IN, *sorted(list_backends())))  # not those for debugging PyTorch
-        raise InvalidRequest(
-            f"compile_backend {name!r} is not registered here; there are {names}", field="compile_backend"
-        )
 
 
 def forward_pass(options: CompileOptions, source: GraphSource, make_eager: Callable[[], ForwardPass]) -> ForwardPass:
@@ -243,10 +178,3 @@ def _told_in_one_line(backend: str) -> Iterator[None]:
         raise Unsupported(
             f"compile_backend {backend!r} cannot compile this model here: {first_line(error)}", field="compile_backend"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """What an error of a backend says, in one line."""
-    cause = getattr(error, "inner_exception", error)  # PyTorch's own wrapping names the backend once more
-    lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
-    return lines[0].strip()

@@ -1,0 +1,92 @@
+"""How a model's steps are to be carried out (`--compile-backend`), and what every way of doing it needs of the model.
+
+Not here: any of the ways (`engine.compiled`, `engine.captured`, `engine.native`), nor which one a model gets
+(`engine.loader`). Called by all of those and by the services' entry points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.kv_cache import KvCache
+from specdec.errors import InvalidRequest
+
+#: PyTorch's operations one by one.
+EAGER = "eager"
+#: Kernels of our own (`engine.native`).
+NATIVE = "native"
+#: CUDA graphs of steps (`engine.captured.steps`).
+CAPTURED = "captured"
+#: Native on a CPU and captured on a GPU where they take the model, eager elsewhere.
+AUTO = "auto"
+
+_BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
+
+# Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1.
+_ROW_COUNTS = (1, 2, 3, 5, 9, 17)
+
+#: Turns a step over fixed buffers into a function that runs it again on whatever its buffers hold by then.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def row_counts(max_rows: int) -> tuple[int, ...]:
+    """Row counts of the graphs that steps of 1 to `max_rows` rows meet."""
+    return tuple(count for count, below in zip(_ROW_COUNTS, (0, *_ROW_COUNTS), strict=False) if below < max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What a service compiles."""
+
+    backend: str = AUTO
+    """One that `require_backend` lets through."""
+    row_counts: tuple[int, ...] = ()
+    """Rows of each graph."""
+    directory: Path | None = None
+    """Where what was compiled is kept between runs; None: nowhere."""
+    is_tuned: bool = True
+    """Whether `inductor` measures several kernels for each product: slower to compile, faster to run."""
+    capture: Capture | None = None
+    """What records captured steps; None: CUDA graphs, where there is a CUDA device."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSource:
+    """What the graphs are made of."""
+
+    model: PreTrainedModel
+    layer_kinds: Sequence[AttentionKind]
+    cache: KvCache
+    model_fingerprint: str
+    dtype: str
+    """As the worker's shape says it: `int8` included."""
+
+
+def require_backend(name: str) -> None:
+    """Finds out whether a backend is there, before anything is loaded.
+
+    Raises:
+        InvalidRequest: it is not; the message has the names that are.
+    """
+    if name in _BUILT_IN:
+        return
+    # Imported late: a service that stays eager starts faster without it.
+    from torch._dynamo import list_backends
+
+    if name not in list_backends(exclude_tags=()):
+        names = ", ".join((*_BUILT_IN, *sorted(list_backends())))  # not those for debugging PyTorch
+        raise InvalidRequest(
+            f"compile_backend {name!r} is not registered here; there are {names}", field="compile_backend"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a backend says, in one line."""
+    cause = getattr(error, "inner_exception", error)  # PyTorch's own wrapping names the backend once more
+    lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+    return lines[0].strip()
