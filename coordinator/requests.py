@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
+#: Output tokens of a request that names no limit, as far as the context has room.
+DEFAULT_MAX_NEW_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.requests import ChatTurn, GenerationRequest, SpeculationChoice
+from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
 from specdec.errors import InvalidRequest
 from specdec.types import Mode, SamplingFilters, SamplingParams
 from specdec.v1 import coordinator_pb2
@@ -25,7 +25,6 @@ MAX_LOGPROBS = 20
 MAX_ID_CHARACTERS = 128
 MAX_TASK_CHARACTERS = 64
 MAX_MESSAGES = 4096
-DEFAULT_MAX_NEW_TOKENS = 256
 
 # Ids become parts of store keys, whose braces mean something; they are also read in logs and URLs.
 _ID_PATTERN = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_ID_CHARACTERS}}}")

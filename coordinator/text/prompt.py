@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coordinator.front.validation import DEFAULT_MAX_NEW_TOKENS
-from coordinator.requests import GenerationRequest
+from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, GenerationRequest
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest
 from specdec.types import SamplingParams, TokenIds
