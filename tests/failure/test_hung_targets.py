@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator import liveness
+from coordinator.replicas import liveness
 from coordinator.replicas.pool import TargetReplica
 from specdec.rpc.status import from_rpc_error
 from specdec.types import EngineInfo

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator import stream as output_stream
+from coordinator.generation import stream as output_stream
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.core.filters import filtered_distribution
+from specdec.core.reference import filtered_distribution
 from specdec.engine.logits.filters import FilterContext, filtered_distributions
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import TargetLink

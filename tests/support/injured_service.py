@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from specdec.engine import loader as hf_adapter
+from specdec.engine import loader
 from specdec.engine.base import StepPlan, Worker
 from specdec.service.lifecycle import end_process
 
@@ -40,12 +40,12 @@ class InjuredWorker:
 
 
 def _main(module: str, directory: str, *arguments: str) -> int:
-    load_worker = hf_adapter.load_worker
+    load_worker = loader.load_worker
 
     def load_injured_worker(*args: Any, **options: Any) -> Worker:
         return InjuredWorker(load_worker(*args, **options), Path(directory))
 
-    hf_adapter.load_worker = load_injured_worker
+    loader.load_worker = load_injured_worker
     exit_code: int = importlib.import_module(f"{module}.__main__").main(arguments)
     return exit_code
 

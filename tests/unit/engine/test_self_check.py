@@ -10,10 +10,10 @@ import torch
 from bench.models import DEMO
 from specdec.engine.base import ModelShape
 from specdec.engine.captured.static_attention import GatheredAttention
-from specdec.engine.compiled.steps import CompileOptions
 from specdec.engine.loader import load_worker
 from specdec.engine.model import self_check
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import Unsupported
 from tests.support.captured_rig import CountedCapture
