@@ -57,7 +57,7 @@ async def read_to_the_cut(stream: Any, output: Output) -> grpc.aio.AioRpcError:
 
 async def test_a_reader_that_never_reads_is_cut_off_and_resumes_without_repeat_or_gap() -> None:
     async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
-        generations = coordinator.generation.admission
+        generations = coordinator.generations
         stream = stub.Generate(request(session_id="s", **LARGE))
         output = Output()
         output.add(await stream.read())
