@@ -319,8 +319,7 @@ async def test_a_static_replica_with_another_vocabulary_is_refused_with_both_fin
     async with Rig() as rig:
         pools = ReplicaPools("other", static_endpoints=[(DRAFT, rig.draft.address)])
         with pytest.raises(VocabularyMismatch, match=r"fingerprint table, the tokenizer has other"):
-            while True:  # a starved service describes itself late
-                await pools.poll()
+            await pools.watch()  # a starved service describes itself at a later poll
         await pools.close()
 
 
