@@ -1,9 +1,9 @@
 """One round, from the committed tokens to the next ones: choose gamma, propose, verify, decide.
 
-docs/protocol.md is the specification. The draft is asked by `draft_calls` and the target by `target_calls`; the
-decided tokens go back to `generation/generation`, which has them published. The target never waits for anything
-optional: a draft that gives nothing makes the round a target-only step. Not here: what happens to the decided tokens, the maths (core), the
-wire (rpc).
+docs/protocol.md is the specification. The draft is asked by `draft_calls` and the target by `target_calls`; the decided
+tokens go back to `generation/generation`, which has them published. The target never waits for anything optional: a
+draft that gives nothing makes the round a target-only step. Not here: what happens to the decided tokens, the maths
+(core), the wire (rpc).
 """
 
 from __future__ import annotations
