@@ -176,7 +176,7 @@ def _encode_detail(chunk: OutputChunk, index: int) -> coordinator_pb2.TokenDetai
         return coordinator_pb2.TokenDetail(text=chunk.texts[index])
     source = origin.sources[index]
     detail = coordinator_pb2.TokenDetail(
-        source=int(source),
+        source=int(source),  # type: ignore[arg-type]  # protoc's stubs know no plain numbers
         p=origin.p[index],
         q=origin.q[index],
         draft_pool=origin.draft_pool if source in _DRAFTED else "",
@@ -191,7 +191,7 @@ def _encode_detail(chunk: OutputChunk, index: int) -> coordinator_pb2.TokenDetai
 
 def _encode_finished(finished: Finished) -> coordinator_pb2.Finished:
     return coordinator_pb2.Finished(
-        reason=int(finished.reason),
+        reason=int(finished.reason),  # type: ignore[arg-type]  # protoc's stubs know no plain numbers
         usage=coordinator_pb2.Usage(
             num_prompt_tokens=finished.num_prompt_tokens,
             num_output_tokens=finished.num_output_tokens,

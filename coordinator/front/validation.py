@@ -228,7 +228,7 @@ def _number(params: coordinator_pb2.SamplingParams, name: str, default: float) -
 
 
 def _speculation(params: coordinator_pb2.SpeculationParams, limits: ServingLimits) -> SpeculationChoice:
-    if params.mode and params.mode not in tuple(Mode):
+    if params.mode and int(params.mode) not in tuple(Mode):
         raise _invalid("speculation.mode", f"must be a SpeculationMode, got {params.mode}")
     gamma = params.gamma if params.HasField("gamma") else None
     if gamma is not None and gamma > limits.max_gamma:

@@ -31,7 +31,7 @@ from specdec.core.packed import pack_supports
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
-from specdec.rpc.client import WireCount
+from specdec.rpc.calls import WireCount
 from specdec.types import (
     DrawRule,
     Mode,
@@ -250,13 +250,8 @@ class RoundRunner:
         while True:
             replica = self._replicas.target(failed)
             try:
-                verification = await self._ask(
-                    replica,
-                    round_id,
-                    lambda position, link=replica.link: link.verify(
-                        self._verify_request(position, proposal), wire, model=self._replicas.target_fingerprint
-                    ),
-                )
+                request = partial(self._request_verification, replica, proposal, wire)
+                verification = await self._ask(replica, round_id, request)
                 check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
                 replica.num_answered += 1
                 replica.num_rows += num_rows
@@ -277,6 +272,12 @@ class RoundRunner:
                     if error is failure:
                         raise
                     raise error from failure
+
+    def _request_verification(
+        self, replica: TargetReplica, proposal: Proposal, wire: WireCount, position: SessionPosition
+    ) -> Awaitable[Verification]:
+        request = self._verify_request(position, proposal)
+        return replica.link.verify(request, wire, model=self._replicas.target_fingerprint)
 
     def _verify_request(self, position: SessionPosition, proposal: Proposal) -> VerifyRequest:
         return VerifyRequest(
