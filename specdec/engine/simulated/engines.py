@@ -22,11 +22,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 import specdec
+from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.engine.base import StepObserver
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.sessions.block_manager import BlockManager
-from specdec.engine.sessions.request_checks import check_round, check_token_ids, digest_of
+from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions.table import SessionTable
 from specdec.engine.simulated.device import Branches, ForwardTime, SimulatedDevice, Timeline, Work
@@ -40,6 +41,7 @@ from specdec.engine.simulated.text import (
 from specdec.errors import InvalidRequest, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import (
     BLOCK_TOKENS,
+    DistributionRow,
     DrawRule,
     EngineInfo,
     Proposal,
@@ -228,7 +230,7 @@ class _SimulatedEngine:
         self._sessions.settle(sequence)
         job.future.set_result(answer)
 
-    def _times(self, job: _Job) -> dict[str, float]:
+    def _times(self, job: _Job) -> dict[str, Any]:
         """What an answer says of its own time."""
         return {"forward_s": time.monotonic() - job.arrival_s}
 
@@ -330,7 +332,7 @@ class SimulatedTarget(_SimulatedEngine):
         self._submit(job, num_pending=num_tokens, num_logit_rows=num_rows, num_steps=1)
         return job
 
-    def _times(self, job: _Job) -> dict[str, float]:
+    def _times(self, job: _Job) -> dict[str, Any]:
         return {} if job.work is None else {"forward_s": job.work.step_s, "step_tokens": job.work.step_tokens}
 
 
@@ -358,7 +360,7 @@ def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cache
 def _look(text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int) -> Verification:
     asked, num_rows = request.position, len(request.draft_token_ids) + 1
     choices, probabilities = _NO_TOKENS, _NO_PROBABILITIES
-    rows = ()
+    rows: tuple[DistributionRow, ...] = ()
     positions = range(asked.committed_len, asked.committed_len + num_rows)
     if _draws_distributions(asked):
         uniforms = DrawKey(asked.seed, asked.turn, asked.committed_len).tail_uniforms(num_rows - 1)
