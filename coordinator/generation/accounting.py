@@ -1,6 +1,7 @@
 """What one request cost and how long it took: its statistics and its share of the metrics.
 
-Not here: what the numbers are used for (`gamma`), how they are stored (`recovery`). Called by `session`.
+Not here: what rounds learn from their times (`round/gamma`), how the numbers are stored (`request_log`). Called by
+`publisher` for every round, by `generation` at the end.
 """
 
 from __future__ import annotations

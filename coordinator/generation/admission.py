@@ -152,7 +152,7 @@ class Generations:
             raise ResourceExhausted(f"at most {self._settings.max_running} requests run at once")
 
     async def _join(self, running: Generation, request: GenerationRequest) -> Subscription:
-        """Another reader for a running request. What the stream does not keep any more comes from the log."""
+        """Another reader for a running request. What the stream no longer keeps comes from the log."""
         identity = running.stream.identity
         if not _is_about(request, running):
             raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
@@ -187,7 +187,7 @@ class Generations:
         return _replay(found, num_held) if isinstance(found, LoggedRequest) else await self._start(found, num_held)
 
     async def _start(self, beginning: Beginning, num_held: int) -> Subscription:
-        """Runs a generation, with a first reader who already holds so many output tokens."""
+        """Starts a generation and its first reader, who already holds `num_held` output tokens."""
         if self._is_draining:
             await asyncio.shield(self._beginnings.give_up(beginning))
             raise _draining()

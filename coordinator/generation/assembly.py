@@ -85,7 +85,7 @@ class GenerationAssembly:
         return Generation(identity, parts), parts
 
     async def close(self) -> None:
-        """To be called when nothing runs any more. Idempotent."""
+        """To be called when no generation runs. Idempotent."""
         await self._lease_keeper.close()
 
     def _replicas(self, beginning: Beginning) -> SessionReplicas:

@@ -3,7 +3,7 @@
 A lease is short, so that a dead coordinator's sessions are soon another's; the event loop may be held up for longer
 than that, and a lease must not run out meanwhile. A loop that has not turned for `LOOP_PATIENCE_S` is taken for hung:
 its leases are left to expire. Not here: taking a lease (`leases`), what a lost one means (the next commit finds out).
-Called by `session`.
+Called by `generation`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from specdec.errors import LeaseLost
 from specdec.state.store import Lease, SessionStore
 
-#: A loop that did not turn for so long will hardly do so again.
+#: A loop that has not turned for this long will hardly turn again.
 LOOP_PATIENCE_S = 10.0
 
 #: Most renewals sent to the store together: commits wait behind them.
@@ -53,7 +53,7 @@ class LeaseKeeper:
         return len(self._kept)
 
     def keep(self, lease: Lease) -> None:
-        """Renews a lease, taken a moment ago, until `drop` or until it is not ours any more."""
+        """Renews a lease, taken a moment ago, until `drop` or until it is no longer ours."""
         with self._lock:
             self._kept[lease.session_id] = _Kept(lease, time.monotonic() + lease.ttl_s / 3)
         if self._thread is None:
@@ -65,7 +65,7 @@ class LeaseKeeper:
             self._thread.start()
 
     def drop(self, lease: Lease) -> None:
-        """Renews it no more; a renewal under way may still reach the store. Idempotent."""
+        """Stops renewing it; a renewal under way may still reach the store. Idempotent."""
         with self._lock:
             kept = self._kept.get(lease.session_id)
             if kept is not None and kept.lease is lease:

@@ -1,7 +1,7 @@
 """How a coordinator gets the right to write a session.
 
 Not here: what a lease is (`specdec.state.store`), renewing one while a generation runs (`lease_keeper`). Called by
-`generations`.
+`beginnings` and `tails`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Leases:
             raise
 
     async def _give_back(self, taking: asyncio.Future[Lease]) -> None:
-        """Undoes an acquisition that nobody waits for any more. What cannot be undone expires by itself."""
+        """Undoes an acquisition that nobody is waiting for. What cannot be undone expires by itself."""
         with suppress(SpecdecError):
             lease = await taking
             record = await self._store.load(lease.session_id)

@@ -121,7 +121,7 @@ class Publisher:
         self._stream.publish(output, decided.outcome.provenance)
 
     async def _commit(self, commit: Commit) -> None:
-        """Commits, trying again as long as that may help. Raises as `SessionStore.commit`."""
+        """Commits, and tries again where that may help. Raises as `SessionStore.commit`."""
         try:
             return await self._commits.add(self._lease, commit)
         except (SessionLost, Unavailable) as failure:

@@ -2,7 +2,7 @@
 
 A record holds the request's parameters with its seed, its turn and where its output starts; the token log holds the
 rest. Randomness is keyed by seed, turn and position, so the distribution goes on where it stopped. Not here: leases,
-replicas (they answer KV_MISS and are sent what they lack). Called by `generations` and `session`.
+replicas (they answer KV_MISS and are sent what they lack). Called by `beginnings`, `publisher` and `tails`.
 """
 
 from __future__ import annotations

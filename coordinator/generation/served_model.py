@@ -1,7 +1,7 @@
 """Which target model a turn gets, and what becomes of a turn whose model is gone before it showed a token.
 
 A turn that has shown one keeps its model, whatever happens. Not here: keeping other models' tokens out of it
-(`specdec.rpc.identity`), replicas (`placement`). Called by `generations`.
+(`specdec.rpc.identity`), replicas (`placement`). Called by `beginnings`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def target_after(last: RequestRecord | None, pools: ReplicaPools) -> tuple[str, 
 async def on_a_served_model(
     logged: LoggedRequest, lease: Lease, store: SessionStore, pools: ReplicaPools
 ) -> LoggedRequest:
-    """A request whose model nobody serves any more goes on with another one if no token of it was shown yet.
+    """A request whose model is no longer served goes on with another one if no token of it was shown yet.
 
     Raises as `SessionStore.begin_request`.
     """

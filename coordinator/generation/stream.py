@@ -1,8 +1,8 @@
 """The published output of a request and its readers: a view of the end of the token log, bounded whoever reads or not.
 
-A reader who falls too far behind is cut off and resumes from the log. Not here: what is published and when
-(`session`), reading the log (`recovery`), sending (`servicer`). Called by generations, which publish, and by whoever
-hands events on.
+Committed tokens come from `publisher` as chunks; each reader takes them as events, which `front/servicer` sends to its
+client. A reader who falls too far behind is cut off and resumes from the log. Not here: what is published and when
+(`generation`, `publisher`), reading the log (`request_log`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OutputStream:
 
         Raises:
             SpecdecError: what ended the generation early, after everything that was published before.
-            ResourceExhausted: the token at `position` is not kept any more; the stream can be resumed from the log.
+            ResourceExhausted: the token at `position` is no longer kept; the stream can be resumed from the log.
         """
         identity, parameters = self.identity, self.identity.parameters
         yield Started(
@@ -167,8 +167,8 @@ class Subscription:
     def events(self) -> AsyncGenerator[Event, None]:
         """Started, then chunks, then Finished. Raises as `OutputStream.read`.
 
-        To be called by the task that hands the events on. It may hang while it does, with a peer that does not read:
-        where the reader is cut off, that task is cancelled, and `behind` says why.
+        To be called by the task that hands the events on. That task may hang in handing one on, to a peer that does
+        not read: when the reader is cut off, the task is cancelled, and `behind` says why.
         """
         self._task = asyncio.current_task()
         return self._stream.read(self, self._start)

@@ -2,8 +2,8 @@
 
 A store that comes back from a crash may hold a session as it was some rounds ago. Who wrote those rounds still knows
 them, and that nobody wrote since: an epoch never falls (docs/protocol.md section 8). Not here: repairing under a
-generation that runs (`session`), a session that is gone altogether, for it may have been deleted. Called by
-`generations`.
+generation that runs (`publisher`), a session that is gone altogether, for it may have been deleted. Told of
+every end of a generation, and asked before a session is used again, by `admission`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether one replica keeps its deadlines: out of use from a missed one until it is heard of again.
 
 A replica that answers others meanwhile is busy, not hung, and stays in use. Not here: the deadlines (`draft_clock`),
-connections and whether the process lives (`pool`). A property of `pool.Replica`; told by `round`.
+connections and whether the process lives (`pool`). A property of `pool.Replica`; told by `round/draft_calls`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which replicas serve a session, and how many of its tokens each of them agrees on.
 
 Sticky: a session stays where its KV is while that replica lives; otherwise the less loaded of two takes it. Not here:
-connections and liveness (`pool`), rounds. Called by `round` and `generations`.
+connections and liveness (`pool`), rounds. Called by `generation/assembly` and by a
+round's calls (`round/draft_calls`, `round/target_calls`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Replicas come from static endpoints or from the registry, polled. A replica is used once `GetEngineInfo` answered and
 its vocabulary is the tokenizer's; it is dead from a failed call until it answers again. One that turns out to be
 another service or to have another vocabulary is left out until it fits. Not here: which session goes where
-(`placement`), what is sent (`round`).
+(`placement`), what is sent (`round/session_calls`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a replica's answer must be before a round believes it, beyond what the link has checked against the request.
 
 A replica that answers nonsense must not end the stream where another can serve, nor put a token into the log that no
-tokenizer knows; and its refusals are not the client's fault. Not here: what happens then (`round`), the answer's shape
-(`specdec.rpc.replies`). Called by `round`.
+tokenizer knows; and its refusals are not the client's fault. Not here: what happens then, the answer's shape
+(`specdec.rpc.replies`). Called by `draft_calls` and `target_calls`, which have asked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How long a round waits for its draft: a multiple of what the pool's answers have taken, reading the prompt included.
 
 Arithmetic on what it is told, no clock of its own. Not here: how many tokens to ask for (`gamma`), what becomes of a
-replica that misses its deadline (`lateness`). One for each draft pool; called by `round`.
+replica that misses its deadline (`lateness`). One for each draft pool; called by
+`draft_calls`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 from coordinator.round.gamma import MAX_PREFILLED
 from specdec.core.forward_time import KEEP, ForwardTime
 
-#: A deadline is so many times what is predicted of drafting and of reading, which lasts longer and varies less; it is
-#: never shorter than the floor, as a process that shares its cores pauses for some tens of milliseconds now and then.
+#: A deadline is this multiple of the predicted time, of drafting and of reading the prompt, which lasts longer and
+#: varies less. It is never below the floor: a process that shares its cores pauses for tens of milliseconds at times.
 DEADLINE_MULTIPLE = 6.0
 PREFILL_MULTIPLE = 3.0
 LEAST_DEADLINE_S = 0.1

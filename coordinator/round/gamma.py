@@ -1,10 +1,12 @@
 """How many draft tokens the next round asks for: the number that makes the most tokens a second of the whole batch.
 
+The number goes to `draft_calls` by way of `runner`, which tells afterwards what the round showed.
+
 A round's own rate is its expected tokens over its predicted time. The rows it adds to the target's steps also delay
 others, so they are charged at what those lose: with nobody there they cost their own time only, on a full target no
-draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same
-observations give the same choice. docs/protocol.md section 7. Not here: the clock and the counting of others (`round`),
-how times are fitted (`specdec.core.forward_time`). Called by `round`.
+draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same observations give the
+same choice. docs/protocol.md section 7. Not here: the clock (`draft_calls`, `target_calls`), the counting of other
+sessions' rounds (`replicas/answer_count`), how times are fitted (`specdec.core.forward_time`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ FIRST_GAMMA = 4
 #: that of all positions together.
 PRIOR_TOKENS = 16.0
 
-#: While target-only is best, one draft token is asked for every so many tokens, to notice when it no longer is: as
-#: often as costs this share of the time, within limits.
+#: While target-only is best, one draft token is asked for now and then, to notice when it no longer is: as often as
+#: costs this share of the time, within these limits of tokens between two probes.
 PROBE_SHARE = 0.03
 LEAST_TOKENS_PER_PROBE = 50
 MOST_TOKENS_PER_PROBE = 100
@@ -90,7 +92,7 @@ class Acceptance:
             self._accepted[position] += position < num_accepted
 
     def overall(self, prior: float) -> float:
-        """Accepted share of tested tokens; `prior` as long as few were tested."""
+        """Accepted share of tested tokens; `prior` while few were tested."""
         return (sum(self._accepted) + prior * PRIOR_TOKENS) / (sum(self._tested) + PRIOR_TOKENS)
 
     def at(self, position: int, prior: float) -> float:
@@ -158,7 +160,7 @@ class PoolRecord:
 
     @property
     def row_price(self) -> float:
-        """Tokens a second that others lose by one row more: so many of their rounds are that much later every round."""
+        """Tokens a second that others lose by one more row: it delays some of their rounds by its own time."""
         others_rate = self.num_delayed.value * self.round_tokens.value
         return others_rate * self.verify_time.per_token_s / max(self.round_s.value, 1e-9) ** 2
 

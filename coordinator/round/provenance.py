@@ -1,6 +1,6 @@
 """Where the tokens of a decided round came from: source, p, q, logprobs.
 
-Not here: the decision (core), the wire. Called by `round`.
+Not here: the decision (core), the wire. Called by `runner`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """One request's output as it grows: text per token, and the token that ends it.
 
+A round's tokens come from `generation/generation`; their text from `detokenizer`. What of them belongs to the output
+goes back there, to be published (`generation/publisher`).
 Text is worked out token by token, so what a client has read after n tokens depends on those n tokens alone: whatever
-the rounds were, a replay from the log gives the same text. Not here: committing, streams. Called by `session`.
+the rounds were, a replay from the log gives the same text. Not here: committing, streams.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A turn's input as tokens, against what the session already holds, and how long its output may be.
 
-Not here: checks that need no tokens (`validation`). Called by `generations`.
+Not here: checks that need no tokens (`front/validation`). Called by `generation/beginnings`.
 """
 
 from __future__ import annotations

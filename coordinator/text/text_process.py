@@ -1,4 +1,4 @@
-"""The coordinator's end of `text_child`: asks it, waits for it, and ends it when nobody waits any more.
+"""The coordinator's end of `text_child`: asks it, waits for it, and ends it when nobody waits for it.
 
 A child answers one question at a time. Whoever asks with a conversation that makes the template slow delays other
 conversations, for as long as a template may run at most, and never streams. Not here: what is asked (`tokenizer`).
@@ -20,7 +20,7 @@ from coordinator.text.text_child import TEMPLATE_CPU_S, read_message, write_mess
 from specdec.errors import InvalidRequest
 
 _CHILD = Path(__file__).with_name("text_child.py")
-#: After a text of so many characters the child goes: its memory grew by hundreds of bytes a character.
+#: After a text of this many characters the child ends: its memory grew by hundreds of bytes a character.
 _LARGE_TEXT_CHARACTERS = 1 << 20
 #: How soon one who waits notices that the call was given up.
 _NOTICE_S = 0.05

@@ -128,7 +128,7 @@ async def test_what_a_target_refuses_is_not_said_to_be_the_clients_fault(
         error = from_rpc_error(caught.value)
         assert (error.code, error.reason, error.field) == ("INTERNAL", "INTERNAL", "")
         assert refusal.message in error.message
-        (warning,) = (record for record in caplog.records if record.name == "coordinator.round.runner")
+        (warning,) = (record for record in caplog.records if record.name == "coordinator.round.target_calls")
         assert refuser.address in warning.getMessage()
         assert refusal.code in warning.getMessage()
 
