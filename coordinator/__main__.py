@@ -21,6 +21,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.config import advertised_address, parse_settings, split_address
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
+from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, spare_the_collector, stop_on_signals
 from specdec.state.redis_store import open_registry, open_store
@@ -98,6 +99,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
+        open_link,
         static_endpoints=static,
         registry=registry,
         poll_interval_s=settings.poll_interval_s,

@@ -27,6 +27,7 @@ from specdec.client import AsyncClient
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_store
 from specdec.types import Mode
@@ -127,7 +128,7 @@ class ModelStack:
     async def _coordinate(self, endpoints: list[tuple[str, str]]) -> str:
         store = open_store(self._redis_url)
         self._ending.push_async_callback(store.close)
-        pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, static_endpoints=endpoints)
+        pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, open_link, static_endpoints=endpoints)
         self._ending.push_async_callback(pools.close)
         generations = Generations(
             GenerationSettings(coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, max_running=256),
