@@ -8,7 +8,7 @@
     ...
     await server.stop(grace_s)    # NOT_SERVING, no new calls, calls in flight finish
 
-Not here: what is served, signals, when to drain (`__main__`).
+Not here: what is served, signals, when to drain (`specdec.service`, the coordinator's `__main__`).
 """
 
 from __future__ import annotations
