@@ -89,7 +89,10 @@ k8s-validate: setup  ## render the manifests and check them, and the compose fil
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python k8s/validate.py
 
 images:  ## build the three service images
-	@for s in draft_service target_service coordinator; do docker build --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL -f $$s/Dockerfile -t specdec/$${s/_/-}:latest . || exit 1; done
+	@build="docker build --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL"; \
+		$$build -f specdec/service/Dockerfile --target draft -t specdec/draft-service:latest . \
+		&& $$build -f specdec/service/Dockerfile --target target -t specdec/target-service:latest . \
+		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest .
 
 up:  ## the whole system in containers
 	docker compose up --build --wait

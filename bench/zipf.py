@@ -6,17 +6,16 @@ the `wire` suite.
 """
 
 import argparse
-import asyncio
-import signal
 
 import numpy as np
 import torch
 
 from specdec.engine.base import ModelShape, StepPlan
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE
-from specdec.service.lifecycle import run_replica, run_to_exit_code
+from specdec.service.lifecycle import run_replica, run_to_exit_code, stop_on_signals
 
 #: p(rank) ~ (rank + 1)^-EXPONENT: the 64 likeliest of 151,936 hold 0.85, so that every support is full.
 EXPONENT = 1.4
@@ -73,10 +72,7 @@ async def _serve(role: str, noise: float, listen: str) -> None:
         "target": (TARGET_SERVICE, TargetSettings, Verifier, TargetServicer),
     }[role]
     metrics = EngineMetrics("zipf", role=role)
-    engine = engine_type(ZipfWorker(noise), replica_id=role, model="zipf")
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    engine = engine_type(ZipfWorker(noise), ReplicaOptions(replica_id=role, model="zipf"))
     await run_replica(
         settings_type(model="zipf", listen=listen, redis_url="memory://"),
         service_name=service_name,
@@ -84,7 +80,7 @@ async def _serve(role: str, noise: float, listen: str) -> None:
         servicer=servicer_type(engine, metrics),
         metrics=metrics,
         register=None,
-        stop=stop,
+        stop=stop_on_signals(),
     )
 
 

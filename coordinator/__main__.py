@@ -1,6 +1,6 @@
 """`python -m coordinator`: reads settings, builds the coordinator, serves until SIGTERM or Ctrl-C.
 
-The only module of the coordinator that reads the environment and installs signal handlers.
+The only module of the coordinator that reads the environment and handles signals.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -22,8 +21,9 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.config import advertised_address, parse_settings, split_address
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
+from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
-from specdec.service.lifecycle import require_addresses, run_to_exit_code, spare_the_collector
+from specdec.service.lifecycle import require_addresses, run_to_exit_code, spare_the_collector, stop_on_signals
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 
@@ -50,9 +50,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             before anything could be served.
     """
     require_addresses(settings)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     tokenizer = ServedTokenizer(settings.tokenizer)
     metrics = CoordinatorMetrics(settings.tokenizer)
     server = ServiceServer(
@@ -101,6 +99,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
+        open_link,
         static_endpoints=static,
         registry=registry,
         poll_interval_s=settings.poll_interval_s,

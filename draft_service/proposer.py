@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +20,7 @@ from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, Predraf
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.job import Call
-from specdec.engine.loop.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
-from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import Proposal, ProposeRequest, SamplingFilters
@@ -33,6 +32,21 @@ class ProposerObserver(StepObserver, PredraftObserver, Protocol):
     """Everything there is to be told of."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """How a replica drafts."""
+
+    max_support: int | None = None
+    """Most entries of a support, 1..MAX_SUPPORT; None: `default_s_max` of the vocabulary."""
+    support_coverage: float = DEFAULT_COVERAGE
+    """Share of the distribution that a support covers unless `max_support` stops it, (0, 1]."""
+    predraft: Predraft = Predraft.OFF
+    """When the next round is drafted before it is asked for."""
+
+
+_PLAIN_DRAFTS = DraftOptions()
+
+
 class Proposer(ReplicaEngine):
     """The draft service's engine (`specdec.engine.base.DraftEngine`) on a worker of its own."""
 
@@ -41,16 +55,9 @@ class Proposer(ReplicaEngine):
     def __init__(
         self,
         worker: Worker,
+        options: ReplicaOptions = LOCAL_REPLICA,
+        drafting: DraftOptions = _PLAIN_DRAFTS,
         *,
-        replica_id: str = "local",
-        model: str = "",
-        pool: str = "default",
-        max_gamma: int = DEFAULT_MAX_GAMMA,
-        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
-        prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
-        max_support: int | None = None,
-        support_coverage: float = DEFAULT_COVERAGE,
-        predraft: Predraft = Predraft.OFF,
         observer: ProposerObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,30 +65,22 @@ class Proposer(ReplicaEngine):
 
         Args:
             worker: the draft model.
-            replica_id: see `ReplicaOptions`, as the five after it.
-            model: path or hub id.
-            pool: name of the replica pool.
-            max_gamma: most draft tokens a round.
-            max_step_tokens: token budget of one step.
-            prefill_budget_s: by how much prefill may lengthen a step.
-            max_support: most entries of a support, 1..MAX_SUPPORT; None for `default_s_max` of the vocabulary.
-            support_coverage: share of the distribution a support covers unless `max_support` stops it, (0, 1].
-            predraft: when the next round is drafted before it is asked for.
-            observer: told how that fares, and of every step.
+            options: identity and limits.
+            drafting: supports, and drafting ahead.
+            observer: told how drafting ahead fares, and of every step.
             clock: what steps and rounds are timed by, in seconds.
         """
-        s_max = default_s_max(worker.shape.vocabulary_size) if max_support is None else max_support
-        options = ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens, prefill_budget_s)
-        is_ahead = predraft is not Predraft.OFF
+        s_max = drafting.max_support
+        is_ahead = drafting.predraft is not Predraft.OFF
         program = DraftProgram(
-            s_max=s_max,
-            coverage=support_coverage,
+            s_max=default_s_max(worker.shape.vocabulary_size) if s_max is None else s_max,
+            coverage=drafting.support_coverage,
             num_likeliest=NUM_LIKELIEST if is_ahead else 0,
             max_noted=MAX_TREES,
         )
         ahead = Predrafter(
             program,
-            policy=predraft,
+            policy=drafting.predraft,
             max_context_tokens=worker.shape.max_context_tokens,
             observer=observer,
             clock=clock,

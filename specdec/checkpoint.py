@@ -7,10 +7,13 @@ files alone) and `specdec.engine.loader` (everything).
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from pathlib import Path
 
 from specdec.errors import InvalidRequest
+
+_log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
@@ -47,6 +50,7 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     # Imported late: the hub client takes a third of a second to load, and local directories never need it.
     from huggingface_hub import snapshot_download
 
+    _log.info("looking for %s in the cache of the hub, or downloading it", hub_id)
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     # Whatever stops the hub client (its own errors, its HTTP library's, the disk's) means the same to the caller.

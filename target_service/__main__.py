@@ -1,125 +1,50 @@
 """`python -m target_service`: reads settings, loads the target model, serves until SIGTERM or Ctrl-C.
 
-The only module of the service that reads the environment and installs signal handlers.
+Only what is a target replica's own; the rest is `specdec.service.replica_main`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import secrets
-import signal
-import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
-from specdec.checkpoint import locate_checkpoint
-from specdec.config import cache_directory, parse_settings
-from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedTarget
-from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
-from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import TARGET_SERVICE
-from specdec.service.lifecycle import end_process, require_addresses, run_replica, run_to_exit_code, spare_the_collector
-from specdec.state.redis_store import open_registry
-from specdec.state.registry import Heartbeat
+from specdec.service.lifecycle import end_process
+from specdec.service.replica_main import ReplicaKind, run_service
 from target_service.config import TargetSettings
+from target_service.servicer import TargetServicer
 
 if TYPE_CHECKING:
+    from specdec.engine.base import Worker
+    from specdec.engine.loop.replica import ReplicaOptions
     from target_service.verifier import Verifier
-
-_log = logging.getLogger("target_service")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit code."""
-    settings = parse_settings(
-        TargetSettings, prog="python -m target_service", argv=sys.argv[1:] if argv is None else argv
-    )
-    configure_logging(settings.log_format, settings.log_level, service="target")
-    return run_to_exit_code(_serve(settings))
+    return run_service(_TARGET, argv)
 
 
-async def _serve(settings: TargetSettings) -> None:
-    replica_id = settings.replica_id or f"target-{secrets.token_hex(6)}"
-    metrics = EngineMetrics(settings.model, role="target")
-    async with AsyncExitStack() as ending:
-        ending.enter_context(bind(replica_id=replica_id))
-        # What can be wrong and is cheap to find out comes before the model is loaded.
-        require_addresses(settings)
-        registry = None if settings.redis_url.startswith("memory:") else open_registry(settings.redis_url)
-        if registry is not None:
-            ending.push_async_callback(registry.close)
-            await registry.replicas("target")
-        engine = _load_engine(settings, replica_id, metrics)
-        spare_the_collector()
-
-        from target_service.servicer import TargetServicer
-
-        servicer = TargetServicer(engine, metrics)
-        register = None
-        if registry is not None:
-            register = partial(Heartbeat, registry, describe=servicer.info, ttl_s=settings.registry_ttl_s)
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):  # until here the default, which ends the process at once
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await run_replica(
-            settings,
-            service_name=TARGET_SERVICE,
-            engine=engine,
-            servicer=servicer,
-            metrics=metrics,
-            register=register,
-            stop=stop,
-        )
-
-
-def _load_engine(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Verifier | SimulatedTarget:
-    if settings.model.startswith(MODEL_PREFIX):
-        return SimulatedTarget(
-            simulated_pair(settings.model),
-            replica_id=replica_id,
-            model=settings.model,
-            pool=settings.pool,
-            max_gamma=settings.max_gamma,
-            scheduler=Scheduler(settings.max_step_tokens, settings.prefill_budget_ms / 1e3),
-            observer=metrics,
-        )
-    _log.info("loading %s", settings.model)
-    locate_checkpoint(settings.model)
-    # torch takes seconds to import: not before the settings are known to be right.
-    from specdec.engine.loader import load_worker
-    from specdec.engine.model.options import CompileOptions, row_counts
+def _build_verifier(
+    worker: Worker, options: ReplicaOptions, settings: TargetSettings, metrics: EngineMetrics
+) -> Verifier:
     from target_service.verifier import Verifier
 
-    worker = load_worker(
-        settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        num_threads=settings.num_threads,
-        compiling=CompileOptions(
-            settings.compile_backend,
-            row_counts(settings.max_gamma + 1),
-            cache_directory(os.environ) / "compiled",
-        ),
-        self_check=settings.self_check == "on",
-    )
-    return Verifier(
-        worker,
-        replica_id=replica_id,
-        model=settings.model,
-        pool=settings.pool,
-        max_gamma=settings.max_gamma,
-        max_step_tokens=settings.max_step_tokens,
-        prefill_budget_s=settings.prefill_budget_ms / 1e3,
-        observer=metrics,
-    )
+    return Verifier(worker, options, observer=metrics)
+
+
+_TARGET = ReplicaKind(
+    role="target",
+    service_name=TARGET_SERVICE,
+    settings_type=TargetSettings,
+    # The draft tokens of a round, and the corrected or bonus token of the round before.
+    num_decode_rows=lambda settings: settings.max_gamma + 1,
+    simulated_engine=SimulatedTarget,
+    build_engine=_build_verifier,
+    build_servicer=TargetServicer,
+)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from specdec.engine.logits import rows as sampling
 from specdec.engine.logits.rows import FilterContext
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Call, Job, RowKind, row_kind
-from specdec.engine.loop.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
-from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import (
@@ -48,13 +47,8 @@ class Verifier(ReplicaEngine):
     def __init__(
         self,
         worker: Worker,
+        options: ReplicaOptions = LOCAL_REPLICA,
         *,
-        replica_id: str = "local",
-        model: str = "",
-        pool: str = "default",
-        max_gamma: int = DEFAULT_MAX_GAMMA,
-        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
-        prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,16 +56,10 @@ class Verifier(ReplicaEngine):
 
         Args:
             worker: the target model.
-            replica_id: see `ReplicaOptions`, as the five after it.
-            model: path or hub id.
-            pool: name of the replica pool.
-            max_gamma: most draft tokens a round.
-            max_step_tokens: token budget of one step.
-            prefill_budget_s: by how much prefill may lengthen a step.
+            options: identity and limits.
             observer: told of every step.
             clock: what steps are timed by, in seconds.
         """
-        options = ReplicaOptions(replica_id, model, pool, max_gamma, max_step_tokens, prefill_budget_s)
         super().__init__(worker, _TargetProgram(), options, observer=observer, clock=clock)
 
     async def verify(self, request: VerifyRequest) -> Verification:

@@ -150,9 +150,8 @@ class Replica(Generic[LinkT]):
 DraftReplica = Replica[DraftLink]
 TargetReplica = Replica[TargetLink]
 
-
-def _open_replica(role: str, address: str) -> Replica[Any]:
-    return Replica(role, address, DraftLink(address) if role == DRAFT else TargetLink(address))
+LinkFactory = Callable[[str, str], DraftLink | TargetLink]
+"""Makes the link to the replica of a role at HOST:PORT (`specdec.rpc.client.open_link`)."""
 
 
 class ReplicaPools:
@@ -161,6 +160,7 @@ class ReplicaPools:
     def __init__(
         self,
         vocabulary_fingerprint: str,
+        open_link: LinkFactory,
         *,
         static_endpoints: Collection[tuple[str, str]] = (),
         registry: ReplicaRegistry | None = None,
@@ -169,10 +169,13 @@ class ReplicaPools:
     ) -> None:
         """
         Args:
+            vocabulary_fingerprint: the tokenizer's.
+            open_link: how replicas are called.
             static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
             on_readiness: awaited whenever the answer to "is a target replica connected" changes.
         """
         self.vocabulary_fingerprint = vocabulary_fingerprint
+        self._open_link = open_link
         self._static = frozenset(static_endpoints)
         self._registry = None if static_endpoints else registry
         self._poll_interval_s = poll_interval_s
@@ -261,7 +264,7 @@ class ReplicaPools:
         for key in self._replicas.keys() - endpoints:
             await self._replicas.pop(key).link.close()
         for key in endpoints - self._replicas.keys():
-            self._replicas[key] = _open_replica(*key)
+            self._replicas[key] = Replica(*key, self._open_link(*key))
             self._replicas[key].on_doubt = self._doubt.set
         await self._check_all()
         if self.is_ready != self._was_ready:

@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.errors import SpecdecError
+from specdec.rpc.channels import dial_blocking
 from specdec.rpc.status import from_rpc_error
 
 _TIMEOUT_S = 5.0
@@ -21,7 +22,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    with grpc.insecure_channel(args.address) as channel:
+    with dial_blocking(args.address) as channel:
         status = check(channel)
     print(status)
     return 0 if status == "SERVING" else 1

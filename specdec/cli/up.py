@@ -16,14 +16,13 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 import specdec
 from specdec.cli.health import is_serving
 from specdec.cli.processes import Child, free_ports
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
 from specdec.errors import SpecdecError, Unavailable
+from specdec.rpc.channels import dial_blocking
 from specdec.vocabulary import require_same_vocabulary
 
 _POLL_S = 0.1
@@ -230,7 +229,7 @@ def _await_ready(
         ChildFailed: a child ends first, or the coordinator refuses one.
     """
     dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
-    with grpc.insecure_channel(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
+    with dial_blocking(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
         _poll(children, waiting, stop, lambda: is_serving(channel))
         _poll(children, waiting, stop, lambda: _num_replicas(client) >= num_replicas)
 

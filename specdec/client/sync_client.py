@@ -17,6 +17,7 @@ from specdec.client.request import ChatMessage, GenerateOptions, build_request, 
 from specdec.client.results import Chunk, Completion, ServerInfo, Session, read_server_info, read_session
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
+from specdec.rpc.channels import dial_blocking
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -131,7 +132,7 @@ class Client:
         """
         self._endpoint = endpoint
         self._budgets = budgets or Budgets()
-        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._channel = dial_blocking(endpoint, CHANNEL_OPTIONS)
         self._stub = CoordinatorServiceStub(self._channel)
         self._sizes = SessionSizes()
 

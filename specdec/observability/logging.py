@@ -1,8 +1,8 @@
 """Logs: JSON lines or plain text on stderr, each with the ids of what was being done.
 
 Ids come from context variables, so a coroutine binds them once (`with bind(session_id=…)`) and everything it calls logs
-them. Prompts and tokens are logged at DEBUG only. Not here: deciding to log; metrics. `configure_logging` is called by
-a service's `__main__` and by nobody else; importing this module changes nothing.
+them. Prompts and tokens are logged at DEBUG only. Not here: deciding to log; metrics. `configure_logging` is called
+where a service starts and nowhere else; importing this module changes nothing.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""gRPC between the services: the wire's codec, links, error statuses and the server every service runs."""
+"""gRPC between the services: channels, links, the wire's codec, error statuses and the server every service runs."""

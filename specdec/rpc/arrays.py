@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from specdec.core.packed import NO_IDS, PackedIds
 from specdec.types import TokenIds
-from specdec.v1 import draft_pb2
+from specdec.v1 import common_pb2
 
 _FEW = 32
 _LARGEST_ID = np.iinfo(np.uint32).max
 
 
-def encode_supports(support_ids: Sequence[TokenIds]) -> draft_pb2.Supports:
+def encode_supports(support_ids: Sequence[TokenIds]) -> common_pb2.Supports:
     """Packs ascending id lists as sizes and deltas: about 2 bytes an id."""
     sizes = [len(ids) for ids in support_ids]
     ids = np.concatenate(support_ids)  # [sum(sizes)]
@@ -29,10 +29,10 @@ def encode_supports(support_ids: Sequence[TokenIds]) -> draft_pb2.Supports:
     deltas[1:] -= ids[:-1]  # wraps where a support begins
     starts = [0, *accumulate(sizes[:-1])]
     deltas[starts] = ids[starts]
-    return draft_pb2.Supports(sizes=sizes, id_deltas=deltas.tolist())
+    return common_pb2.Supports(sizes=sizes, id_deltas=deltas.tolist())
 
 
-def decode_supports(messages: Sequence[draft_pb2.Supports], num_supports: Sequence[int]) -> list[PackedIds]:
+def decode_supports(messages: Sequence[common_pb2.Supports], num_supports: Sequence[int]) -> list[PackedIds]:
     """The inverse of `encode_supports`, for any number of messages in one pass.
 
     Args:

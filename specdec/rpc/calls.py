@@ -1,6 +1,6 @@
 """The calls of one stream by their ids: those that wait for an answer, and those given up that are still owed one.
 
-Not here: sending and decoding (`client`, whose streams hold one of these each).
+Not here: sending and decoding (`link_stream`, which holds one of these for each stream).
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """Links: how a coordinator calls one draft or target replica.
 
-A link keeps one bidirectional stream open and multiplexes any number of calls on it: what is asked within one turn of
-the event loop travels in one frame, and replies come back in any order; those of a frame are decoded together. A link
-dials when first used and again after a break; it does not retry calls, because only the round loop knows what a late
-answer is worth. A stream is one model's (`identity`): a call that is meant for a model is never answered by another,
-whatever process listens at the address by then.
+A link keeps one bidirectional stream open for each model (`link_stream`) and multiplexes any number of calls on it. It
+dials when first used and opens another stream after a break; it does not retry calls, because only the round loop knows
+what a late answer is worth. A stream is one model's (`identity`): a call that is meant for a model is never answered by
+another, whatever process listens at the address by then.
 
-Not here: choosing replicas, deadlines, retries (the coordinator). Called by the coordinator, and by tests.
+Not here: choosing replicas, deadlines, retries (the coordinator); how an address is dialled (`channels`). Called by the
+coordinator, and by tests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -23,17 +22,16 @@ from google.protobuf.message import DecodeError, Message
 from specdec.errors import Internal, InvalidRequest, Unavailable
 from specdec.rpc import codec, replies, status
 from specdec.rpc.bounds import check_num_fields
-from specdec.rpc.calls import OpenCalls, PendingCall, StrayAnswer, WireCount
-from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items, split_items
+from specdec.rpc.calls import WireCount
+from specdec.rpc.channels import dial
+from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.identity import check_answering, meant_for
+from specdec.rpc.link_stream import LinkStream
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
-
-#: A frame stops taking items at this size, so that one big item never drags the others past the peer's limit.
-FRAME_BYTES = 1 << 20
 
 #: Tag and length of an item in its frame.
 _FRAME_OVERHEAD_BYTES = 16
@@ -59,172 +57,6 @@ def _check_num_items(count: int) -> None:
         raise DecodeError(f"{count} items; the limit is {MAX_FRAME_ITEMS}")
 
 
-def _expire(answer: asyncio.Future[Any]) -> None:
-    if not answer.done():
-        answer.set_exception(TimeoutError())
-
-
-class _Stream:
-    """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
-
-    def __init__(
-        self,
-        call: Any,
-        items_of: Callable[[bytes], Sequence[tuple[Any, int]]],
-        decode: Callable[[list[Any], list[Any]], Sequence[Any]],
-        address: str,
-        meet: Callable[[Any], None],
-    ) -> None:
-        """
-        Args:
-            call: takes and gives frames as bytes.
-            items_of: the replies of a frame with their sizes in bytes; raises DecodeError.
-            decode: the answers that replies of one frame give to their requests.
-            address: of the replica.
-            meet: told the metadata of who answers, before any of its answers is; raises Unavailable to take none.
-        """
-        self._call = call
-        self._items_of = items_of
-        self._decode = decode
-        self._address = address
-        self._meet = meet
-        self._loop = asyncio.get_running_loop()
-        self._calls = OpenCalls()
-        self._outbox: deque[PendingCall] = deque()
-        self._wake = asyncio.Event()
-        self.closed = False
-        self._task = asyncio.create_task(self._run(), name=f"link {address}")
-
-    def next_call_id(self) -> int:
-        return self._calls.next_id()
-
-    async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, deadline_s: float | None) -> Any:
-        """Sends one item; returns its decoded reply. `deadline_s` is of the loop's clock; raises TimeoutError at it."""
-        pending = PendingCall(request, item, wire, self._loop.create_future())
-        self._calls.add(call_id, pending)
-        self._outbox.append(pending)
-        self._wake.set()
-        timer = None if deadline_s is None else self._loop.call_at(deadline_s, _expire, pending.answer)
-        try:
-            return await pending.answer
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._calls.forget(call_id)
-            if self._calls.owes_too_many:
-                self._end(f"{self._address}: the replica leaves calls unanswered")
-
-    @property
-    def oldest_pending(self) -> object:
-        """The call that has waited longest, by identity; None where none waits."""
-        return self._calls.oldest
-
-    def break_off(self, reason: str) -> None:
-        """Fails what is pending with Unavailable, at once; the stream is closed."""
-        self._task.cancel()
-        self._end(reason)
-
-    async def close(self) -> None:
-        """Fails what is pending. Idempotent."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._end(f"{self._address}: the link was closed")  # for a task that never ran
-
-    async def _run(self) -> None:
-        writer = asyncio.create_task(self._write())
-        reason = f"{self._address}: the link was closed"
-        try:
-            reason = await self._read()
-        finally:
-            writer.cancel()
-            self._end(reason)
-
-    def _end(self, reason: str) -> None:
-        self.closed = True
-        self._call.cancel()
-        self._calls.fail_all(reason)
-        self._outbox.clear()
-
-    async def _read(self) -> str:
-        """Hands out replies until the stream ends; returns why it did."""
-        has_met = False
-        try:
-            while (frame := await self._call.read()) is not grpc.aio.EOF:
-                if not has_met:  # a call that fails before its first frame has better news than its metadata
-                    self._meet(await self._call.initial_metadata())
-                    has_met = True
-                self._deliver(frame)
-        except grpc.aio.AioRpcError as error:
-            return status.from_rpc_error(error, peer=self._address).message
-        except DecodeError as error:
-            return f"{self._address}: the replica sent what is no frame: {error}"
-        except StrayAnswer as error:
-            return f"{self._address}: the replica {error}"
-        except Unavailable as error:
-            return f"{self._address}: {error.message}"
-        return f"{self._address}: the replica closed the stream"
-
-    def _deliver(self, frame: bytes) -> None:
-        """Decodes the replies of a frame together and tells each caller its own.
-
-        Raises:
-            StrayAnswer: once they are told. Whoever it was meant for would wait in vain, call after call.
-        """
-        items: list[Any] = []
-        waiting: list[PendingCall] = []
-        stray: StrayAnswer | None = None
-        for item, num_bytes in self._items_of(frame):
-            try:
-                pending = self._calls.take(item.call_id)
-            except StrayAnswer as error:
-                stray = error
-                continue
-            if pending is None:
-                continue
-            pending.wire.num_bytes += num_bytes
-            if item.HasField("status") and item.status.code:
-                pending.answer.set_exception(status.from_item_status(item.status))
-            else:
-                items.append(item)
-                waiting.append(pending)
-        answers = self._decode(items, [pending.request for pending in waiting])
-        for pending, answer in zip(waiting, answers, strict=True):
-            if isinstance(answer, Internal):
-                pending.answer.set_exception(Internal(f"{self._address}: {answer.message}"))
-            else:
-                pending.answer.set_result(answer)
-        if stray is not None:
-            raise stray
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while items := self._take():
-                    await self._call.write(join_items(items))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader sees the same break and says what it was
-        finally:
-            self._call.cancel()  # whatever ended the writer ends the stream; a no-op on one that has ended
-
-    def _take(self) -> list[bytes]:
-        items: list[bytes] = []
-        size = 0
-        while (
-            self._outbox
-            and len(items) < MAX_FRAME_ITEMS
-            and (not items or size + len(self._outbox[0].item) <= FRAME_BYTES)
-        ):
-            pending = self._outbox.popleft()
-            if not pending.answer.done():
-                pending.is_sent = True
-                items.append(pending.item)
-                size += len(pending.item)
-                pending.wire.num_bytes += len(pending.item)
-        return items
-
-
 class _Link(Generic[RequestT, ReplyT]):
     """What both links share. Use from one event loop; any number of calls at once."""
 
@@ -239,7 +71,7 @@ class _Link(Generic[RequestT, ReplyT]):
         self._max_message_bytes = max_message_bytes
         self._call_timeout_s = call_timeout_s
         self._channel: grpc.aio.Channel | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, LinkStream] = {}
         """By the model they are meant for."""
         self._closed = False
         self.on_meeting: Callable[[str], None] = lambda incarnation: None
@@ -292,14 +124,14 @@ class _Link(Generic[RequestT, ReplyT]):
         _check_num_items(len(items))
         return [(self._reply_type.FromString(item), len(item)) for item in items]
 
-    def _open_stream(self, model: str) -> _Stream:
+    def _open_stream(self, model: str) -> LinkStream:
         stream = self._streams.get(model)
         if stream is None or stream.closed:
             self._streams = {meant: other for meant, other in self._streams.items() if not other.closed}
             # Without serializers: frames are bytes here.
             call: Any = self._dial().stream_stream(self._stream_method)(metadata=meant_for(model))
             meet = partial(self._meet, model)
-            stream = self._streams[model] = _Stream(call, self._items_of, self._decode, self.address, meet)
+            stream = self._streams[model] = LinkStream(call, self._items_of, self._decode, self.address, meet)
         return stream
 
     def _meet(self, model: str, metadata: Any) -> None:
@@ -309,7 +141,7 @@ class _Link(Generic[RequestT, ReplyT]):
         if self._closed:
             raise Unavailable(f"{self.address}: the link is closed")
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+            self._channel = dial(self.address, _CHANNEL_OPTIONS)
         return self._channel
 
     @property
@@ -430,3 +262,8 @@ class TargetLink(_Link[VerifyRequest, Verification]):
         self, messages: list[target_pb2.Verification], requests: list[VerifyRequest]
     ) -> Sequence[Verification | Internal]:
         return replies.decode_verifications(messages, requests)
+
+
+def open_link(role: str, address: str) -> DraftLink | TargetLink:
+    """The link to the replica of a role (draft | target) at HOST:PORT. Nothing is dialled yet."""
+    return DraftLink(address) if role == "draft" else TargetLink(address)

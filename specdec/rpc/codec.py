@@ -1,7 +1,7 @@
 """Requests of both links and the replicas' identity: protobuf messages <-> the dataclasses of `specdec.types`.
 
 What arrives is checked against the replica's limits: InvalidRequest names the field. Not here: replies (`replies`),
-streams (`client`, `frames`), statuses (`status`).
+streams (`link_stream`, `frames`), statuses (`status`).
 
 Wire format: protos/specdec/v1/{common,draft,target}.proto. Numbers in `bytes` fields are little-endian.
 """

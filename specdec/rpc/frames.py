@@ -15,11 +15,8 @@ from typing import Any
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable
 from specdec.observability.logging import bind
 from specdec.rpc import status
-from specdec.rpc.framing import MAX_FRAME_ITEMS
+from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS
 from specdec.rpc.interceptors import internal_error, new_request_id
-
-#: A reply frame stops taking items at this size.
-FRAME_BYTES = 1 << 20
 
 #: Items of one stream that are in work or whose reply waits to be written; beyond, the peer is not read until one left.
 MAX_OPEN_ITEMS = 4096

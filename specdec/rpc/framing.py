@@ -2,7 +2,7 @@
 
 A frame message (protos/specdec/v1/{draft,target}.proto) is one repeated field of items, number 1, so that its bytes are
 those of its items, each behind a tag and its length. Not here: what an item says (`codec`, `replies`). Called by links;
-both ends keep to MAX_FRAME_ITEMS.
+both ends keep to MAX_FRAME_ITEMS and FRAME_BYTES.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from functools import lru_cache
 
 #: Items of a frame. What is beyond waits for the next one; a longer frame is refused before its items are looked at.
 MAX_FRAME_ITEMS = 1024
+
+#: A frame stops taking items at this size, so that one big item never drags the others past the peer's limit.
+FRAME_BYTES = 1 << 20
 
 #: Field 1, length-delimited.
 _ITEM_TAG = 0x0A

@@ -3,7 +3,7 @@
 A stream lives and dies with one process, and a process serves one model, so that what is agreed on when a stream opens
 holds for every call on it: the replica refuses a stream that was meant for another model before it reads a call, and
 the link takes no answer from a replica that did not say that it serves the model meant. Not here: what a caller does
-about it (`client` fails the calls, the coordinator looks again). Called by links and by the replicas' servicers.
+about it (`link_stream` fails the calls, the coordinator looks again). Called by links and by the replicas' servicers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What arrives is checked against the request it answers (Internal: the replica broke the protocol). The supports and
 weights of all replies of a frame are read as one array; only draft positions (at most max_gamma a session) are looped
-over. Not here: requests (`codec`), streams (`client`, `frames`), statuses (`status`).
+over. Not here: requests (`codec`), streams (`link_stream`, `frames`), statuses (`status`).
 
 Wire format: protos/specdec/v1/{draft,target}.proto. Numbers in `bytes` fields are little-endian.
 """

@@ -8,7 +8,7 @@
     ...
     await server.stop(grace_s)    # NOT_SERVING, no new calls, calls in flight finish
 
-Not here: what is served, signals, when to drain (`__main__`).
+Not here: what is served, signals, when to drain (`specdec.service`, the coordinator's `__main__`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.config import join_address, split_address
 from specdec.errors import Unavailable
+from specdec.rpc.channels import open_port
 from specdec.rpc.interceptors import ErrorInterceptor
 
 DRAFT_SERVICE = "specdec.v1.DraftService"
@@ -160,6 +161,6 @@ def require_free(address: str) -> None:
 def _bind(server: grpc.aio.Server, address: str) -> int:
     require_free(address)  # gRPC itself would print several lines of its own and not say why
     try:
-        return server.add_insecure_port(address)
+        return open_port(server, address)
     except RuntimeError as error:
         raise Unavailable(f"cannot listen on {address}") from error

@@ -1,7 +1,7 @@
 """The life of a replica process: warm up, say SERVING, register, and on request drain and leave in order.
 
 Draft and target services differ in their engine and servicer alone; this is everything around those. Not here: building
-the parts, the environment, signals (a service's `__main__`).
+the parts and reading the environment (`replica_main`, the coordinator's `__main__`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -185,6 +186,14 @@ async def _announce(registration: Registration | None) -> None:
             await registration.beat()
         except SpecdecError as error:
             _log.warning("could not announce the replica's state: %s", error)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """The event that SIGTERM and SIGINT set from now on, instead of ending the process. Call it in the event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 def spare_the_collector() -> None:

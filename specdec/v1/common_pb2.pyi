@@ -73,6 +73,14 @@ class Round(_message.Message):
     draw_rule: DrawRule
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ...) -> None: ...
 
+class Supports(_message.Message):
+    __slots__ = ("sizes", "id_deltas")
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    ID_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    id_deltas: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sizes: _Optional[_Iterable[int]] = ..., id_deltas: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ItemStatus(_message.Message):
     __slots__ = ("code", "reason", "message", "have")
     CODE_FIELD_NUMBER: _ClassVar[int]

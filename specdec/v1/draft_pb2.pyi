@@ -29,14 +29,6 @@ class ProposeRequest(_message.Message):
     gamma: int
     def __init__(self, call_id: _Optional[int] = ..., round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., gamma: _Optional[int] = ...) -> None: ...
 
-class Supports(_message.Message):
-    __slots__ = ("sizes", "id_deltas")
-    SIZES_FIELD_NUMBER: _ClassVar[int]
-    ID_DELTAS_FIELD_NUMBER: _ClassVar[int]
-    sizes: _containers.RepeatedScalarFieldContainer[int]
-    id_deltas: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sizes: _Optional[_Iterable[int]] = ..., id_deltas: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class Proposal(_message.Message):
     __slots__ = ("call_id", "status", "draft_token_ids", "supports", "weights", "lost_mass", "kv_len", "num_cached_tokens", "forward_s")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -51,10 +43,10 @@ class Proposal(_message.Message):
     call_id: int
     status: _common_pb2.ItemStatus
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    supports: Supports
+    supports: _common_pb2.Supports
     weights: bytes
     lost_mass: _containers.RepeatedScalarFieldContainer[float]
     kv_len: int
     num_cached_tokens: int
     forward_s: float
-    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[Supports, _Mapping]] = ..., weights: _Optional[bytes] = ..., lost_mass: _Optional[_Iterable[float]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., weights: _Optional[bytes] = ..., lost_mass: _Optional[_Iterable[float]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ...) -> None: ...

@@ -1,5 +1,4 @@
 from specdec.v1 import common_pb2 as _common_pb2
-from specdec.v1 import draft_pb2 as _draft_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -30,9 +29,9 @@ class VerifyRequest(_message.Message):
     call_id: int
     round: _common_pb2.Round
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    supports: _draft_pb2.Supports
+    supports: _common_pb2.Supports
     num_logprobs: int
-    def __init__(self, call_id: _Optional[int] = ..., round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_draft_pb2.Supports, _Mapping]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
 class Verification(_message.Message):
     __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s", "step_tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,18 @@ def test_protobuf_types_stop_at_servicers_the_front_rpc_and_client(path: Path) -
     modules = imported_modules(path.read_text(), "")
     imported = {name for name in modules if name.startswith(("specdec.v1", "google.protobuf"))}
     assert not imported, f"{relative} imports {sorted(imported)}"
+
+
+def test_one_file_dials_addresses_and_opens_ports() -> None:
+    """So that credentials have one place to come to."""
+    calls = re.compile(r"(in)?secure_(channel|port)\(")
+    assert [module_of(path) for path in python_files() if calls.search(path.read_text())] == ["specdec.rpc.channels"]
+
+
+@pytest.mark.parametrize("name", ["draft", "target", "coordinator"])
+def test_a_service_has_only_the_common_messages_besides_its_own(name: str) -> None:
+    proto = (ROOT / "protos" / "specdec" / "v1" / f"{name}.proto").read_text()
+    assert set(re.findall(r'^import "specdec/v1/(\w+)\.proto";', proto, re.MULTILINE)) <= {"common"}
 
 
 def loaded_after(statement: str, *, hidden: tuple[str, ...] = ()) -> set[str]:

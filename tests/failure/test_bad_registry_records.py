@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.replicas.pool import ReplicaPools
 from specdec.errors import InvalidRequest
+from specdec.rpc.client import open_link
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import replica_keys
 from specdec.state.redis_store import open_registry
@@ -147,7 +148,7 @@ async def test_a_coordinator_goes_on_with_the_replicas_whose_records_are_good(
             good = ReplicaRecord(service.address, service.engine.info())
             await registry.publish(good, ttl_s=60.0)
             await store(raw, service.role, bad_records(good))
-        pools = ReplicaPools("table", registry=registry)
+        pools = ReplicaPools("table", open_link, registry=registry)
         async with asyncio.timeout(60):
             for _ in range(2):
                 await pools.poll()

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from specdec.errors import VocabularyMismatch
+from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import Commit, ReplicaRecord
@@ -317,7 +318,7 @@ async def test_a_drain_lets_running_requests_finish_and_admits_no_new_ones() -> 
 
 async def test_a_static_replica_with_another_vocabulary_is_refused_with_both_fingerprints() -> None:
     async with Rig() as rig:
-        pools = ReplicaPools("other", static_endpoints=[(DRAFT, rig.draft.address)])
+        pools = ReplicaPools("other", open_link, static_endpoints=[(DRAFT, rig.draft.address)])
         with pytest.raises(VocabularyMismatch, match=r"fingerprint table, the tokenizer has other"):
             await pools.watch()  # a starved service describes itself at a later poll
         await pools.close()
@@ -328,7 +329,10 @@ async def test_a_discovered_replica_with_another_vocabulary_is_left_out() -> Non
         registry = open_registry(f"memory://{id(rig)}")
         for service in rig.services:
             await registry.publish(ReplicaRecord(service.address, service.engine.info()), ttl_s=60.0)
-        fitting, other = ReplicaPools("table", registry=registry), ReplicaPools("other", registry=registry)
+        fitting, other = (
+            ReplicaPools("table", open_link, registry=registry),
+            ReplicaPools("other", open_link, registry=registry),
+        )
         while len(fitting.all_replicas()) < len(rig.services):  # a starved service describes itself late
             await fitting.poll()
         await other.poll()

@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
@@ -110,7 +111,7 @@ async def test_without_a_fitting_target_requests_are_refused_until_one_comes_bac
             told.append(is_ready)
 
         coordinator = await rig.coordinator()
-        pools = ReplicaPools("table", static_endpoints=[(TARGET, rig.target.address)], on_readiness=tell)
+        pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, rig.target.address)], on_readiness=tell)
         await poll_until_all_live(pools, 1)
         other = await redeploy(rig, rig.target, vocabulary="other")
         await poll_until_refused(coordinator.pools, caplog)
@@ -133,7 +134,7 @@ async def test_a_discovered_replica_that_was_refused_is_taken_once_it_fits(caplo
         registry = open_registry(f"memory://{id(rig)}")
         for service in rig.services:
             await registry.publish(ReplicaRecord(service.address, service.engine.info()), ttl_s=600.0)
-        pools = ReplicaPools("table", registry=registry)
+        pools = ReplicaPools("table", open_link, registry=registry)
         await poll_until_refused(pools, caplog)
         assert pools.is_ready
         await redeploy(rig, other)
@@ -160,7 +161,7 @@ async def test_an_endpoint_that_becomes_a_service_of_the_other_role_is_left_out(
 
 
 async def test_an_endpoint_where_nobody_listens_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    pools = ReplicaPools("table", static_endpoints=[(TARGET, f"127.0.0.1:{free_port()}")])
+    pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, f"127.0.0.1:{free_port()}")])
     for _ in range(3):
         await pools.poll()
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from draft_service.pace import Predraft
-from draft_service.proposer import Proposer
+from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.observability.metrics import EngineMetrics
@@ -41,7 +41,12 @@ class _PatientDraft:
     def __init__(self, worker: Worker, **options: Any) -> None:
         self.worker = WatchedWorker(worker)
         self.metrics = EngineMetrics("m", role="draft")
-        self.proposer = Proposer(self.worker, predraft=Predraft.ON, observer=self.metrics, clock=lambda: 0.0, **options)
+        self.proposer = Proposer(
+            self.worker,
+            drafting=DraftOptions(predraft=Predraft.ON, **options),
+            observer=self.metrics,
+            clock=lambda: 0.0,
+        )
 
     async def propose(self, request: ProposeRequest) -> Proposal:
         proposal = await self.proposer.propose(request)
@@ -76,7 +81,7 @@ def pair(request, tmp_path_factory) -> tuple[Path, Path]:
 async def test_hits_and_misses_give_the_same_tokens(pair, filters):
     target, draft = pair
     mode, params = LAWS[filters]
-    ahead, plain = _PatientDraft(_load(draft)), Proposer(_load(draft), predraft=Predraft.OFF)
+    ahead, plain = _PatientDraft(_load(draft)), Proposer(_load(draft))
     verifiers = [Verifier(_load(target)) for _ in range(2)]
     drivers = [
         RoundDriver("s", list(range(3, 24)), engine, verifier, filters=params, mode=mode, seed=5)
@@ -126,7 +131,7 @@ async def test_sessions_that_come_as_they_like_emit_what_they_emit_without_pre_d
     outputs = []
     for policy in (Predraft.ON, Predraft.AUTO, Predraft.OFF):
         worker = load_worker(str(draft), device="cpu", dtype="float32", num_kv_blocks=24, num_threads=1)
-        proposer, verifier = Proposer(worker, predraft=policy), Verifier(_load(target))
+        proposer, verifier = Proposer(worker, drafting=DraftOptions(predraft=policy)), Verifier(_load(target))
         drivers = [
             RoundDriver(
                 f"s{n}",

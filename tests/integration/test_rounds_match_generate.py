@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_service.pace import Predraft
-from draft_service.proposer import Proposer
+from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import Mode, SamplingFilters
@@ -131,7 +131,7 @@ async def test_greedy_rounds_through_captured_steps_reproduce_generate(pair):
 async def test_a_draft_equal_to_the_target_is_accepted_also_after_it_lost_its_sessions(pair, mode):
     """At T = 1 with the whole law as support, p = q up to the rounding of 16-bit weights."""
     same = [load_worker(str(pair.target), device="cpu", dtype="float32", num_kv_blocks=64) for _ in range(2)]
-    proposer, verifier = Proposer(same[0], support_coverage=1.0), Verifier(same[1])
+    proposer, verifier = Proposer(same[0], drafting=DraftOptions(support_coverage=1.0)), Verifier(same[1])
     driver = RoundDriver(
         "s", [5, 6, 7], proposer, verifier, filters=SamplingFilters(temperature=1.0), mode=mode, seed=9
     )

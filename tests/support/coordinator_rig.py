@@ -30,6 +30,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.proposer import Proposer
 from draft_service.servicer import DraftServicer
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_store
 from specdec.types import Mode
@@ -203,7 +204,9 @@ class Rig:
 
     async def coordinator(self, **settings: Any) -> Coordinator:
         """Starts a coordinator connected to every service."""
-        pools = ReplicaPools("table", static_endpoints=[(service.role, service.address) for service in self.services])
+        pools = ReplicaPools(
+            "table", open_link, static_endpoints=[(service.role, service.address) for service in self.services]
+        )
         generations = Generations(
             GenerationSettings(
                 **{

@@ -21,11 +21,13 @@ from coordinator.generation.admission import Generations, GenerationSettings
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.pace import Predraft
-from draft_service.proposer import Proposer
+from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.client import AsyncClient
 from specdec.engine.base import StepPlan, Worker
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_store
 from specdec.types import Mode
@@ -76,16 +78,18 @@ class ModelStack:
 
     async def __aenter__(self) -> Self:
         patient = _PatientWorker(self._target_worker, self._patience)
-        target = Verifier(patient, replica_id="target", model="target", max_gamma=16)
+        target = Verifier(patient, ReplicaOptions(replica_id="target", model="target"))
         servicer = TargetServicer(target, EngineMetrics("target", role=TARGET))
         endpoints = [(TARGET, await self._serve(TARGET_SERVICE, servicer, target))]
         for pool, worker in self._draft_workers.items():
             is_ahead = pool in self._predrafting
             metrics = self._draft_metrics[pool] = EngineMetrics(pool, role=DRAFT)
             draft = self._proposer_type(
-                worker, replica_id=pool, model=pool, pool=pool, max_gamma=16, max_support=self._max_support,
-                predraft=Predraft.ON if is_ahead else Predraft.OFF, observer=metrics,
-            )  # fmt: skip
+                worker,
+                ReplicaOptions(replica_id=pool, model=pool, pool=pool),
+                DraftOptions(self._max_support, predraft=Predraft.ON if is_ahead else Predraft.OFF),
+                observer=metrics,
+            )
             if is_ahead:
                 patient.drafts.append(draft)
             draft_servicer = DraftServicer(draft, metrics)
@@ -124,7 +128,7 @@ class ModelStack:
     async def _coordinate(self, endpoints: list[tuple[str, str]]) -> str:
         store = open_store(self._redis_url)
         self._ending.push_async_callback(store.close)
-        pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, static_endpoints=endpoints)
+        pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, open_link, static_endpoints=endpoints)
         self._ending.push_async_callback(pools.close)
         generations = Generations(
             GenerationSettings(coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, max_running=256),

@@ -20,8 +20,6 @@ from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
 
-DEFAULT_MAX_GAMMA = 16
-
 # Braces: no id that the store takes, so never a caller's session.
 _WARM_UP_SESSION = "{warm-up}"
 
@@ -36,12 +34,16 @@ class ReplicaOptions:
     """Path or hub id, as given; only reported."""
     pool: str = "default"
     """Name of the replica pool; only reported."""
-    max_gamma: int = DEFAULT_MAX_GAMMA
+    max_gamma: int = 16
     """Most draft tokens a round."""
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     """Token budget of one step."""
     prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S
-    """By how much prefill may lengthen a step that calls are in or may have to wait for."""
+    """By how much, in seconds, prefill may lengthen a step that calls are in or may have to wait for."""
+
+
+#: Of a replica that no pool knows.
+LOCAL_REPLICA = ReplicaOptions()
 
 
 class ReplicaEngine:

@@ -9,7 +9,7 @@ import pytest
 from coordinator.replicas.placement import Placement, SessionReplicas, choose_replica
 from coordinator.replicas.pool import TARGET, ReplicaPools, TargetReplica
 from specdec.errors import NotFound, Unavailable
-from specdec.rpc.client import TargetLink
+from specdec.rpc.client import TargetLink, open_link
 from specdec.types import EngineInfo
 from tests.support.coordinator_rig import Rig
 
@@ -70,7 +70,9 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def connect(rig: Rig) -> ReplicaPools:
-    pools = ReplicaPools("table", static_endpoints=[(service.role, service.address) for service in rig.services])
+    pools = ReplicaPools(
+        "table", open_link, static_endpoints=[(service.role, service.address) for service in rig.services]
+    )
     await pools.poll()
     return pools
 
@@ -113,7 +115,7 @@ async def test_an_unknown_pool_is_refused_and_an_unnamed_one_is_routed(rig: Rig)
 
 
 def test_only_what_a_replica_may_lack_is_sent() -> None:
-    replicas, replica = SessionReplicas("s", ReplicaPools("v")), make_replica("a:1")
+    replicas, replica = SessionReplicas("s", ReplicaPools("v", open_link)), make_replica("a:1")
     assert replicas.start_for(replica, 10) == 0
     replicas.learn(replica, 8)
     assert replicas.start_for(replica, 10) == 8
@@ -126,7 +128,7 @@ def test_only_what_a_replica_may_lack_is_sent() -> None:
 
 
 def test_the_sessions_seen_longest_ago_are_forgotten_first() -> None:
-    placement = Placement(ReplicaPools("v"), capacity=2)
+    placement = Placement(ReplicaPools("v", open_link), capacity=2)
     first = placement.session("a")
     placement.session("b")
     assert placement.session("a") is first

@@ -19,6 +19,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[3]
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".sh", ".cfg", ".ini", ".proto"}
 SERVICES = {"draft": "draft_service", "target": "target_service", "coordinator": "coordinator"}
+DOCKERFILES = {
+    "draft": "specdec/service/Dockerfile",
+    "target": "specdec/service/Dockerfile",
+    "coordinator": "coordinator/Dockerfile",
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,17 @@ def settings_of(name: str) -> Any:
     return getattr(module, f"{name.title()}Settings")
 
 
+def stages_of(name: str) -> list[str]:
+    """The stages that end in a service's image, each from its FROM line on."""
+    text = (ROOT / DOCKERFILES[name]).read_text()
+    stages = re.findall(r"^FROM .*?(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
+    target = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][name]["build"].get("target")
+    if target is None:
+        return stages
+    final = {"draft", "target"}
+    return [stage for stage in stages if (stage_name := stage.split()[3]) == target or stage_name not in final]
+
+
 def named_settings(text: str) -> set[tuple[str, str]]:
     return set(re.findall(r"SPECDEC_([A-Z]+)__([A-Z_]+)", text))
 
@@ -58,7 +74,7 @@ def test_an_unknown_field_in_a_manifest_is_refused_by_name(validate: ModuleType)
 
 
 @pytest.mark.parametrize("path", ["docker-compose.yml", *(f"k8s/base/{name}.yaml" for name in SERVICES),
-                                  *(f"{service}/Dockerfile" for service in SERVICES.values())])  # fmt: skip
+                                  *sorted(set(DOCKERFILES.values()))])  # fmt: skip
 def test_every_variable_is_a_setting_of_its_service(path: str) -> None:
     named = named_settings((ROOT / path).read_text())
     assert named
@@ -103,23 +119,33 @@ def test_the_coordinator_starts_without_a_draft() -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_image_listens_where_its_health_check_asks(name: str) -> None:
-    dockerfile = (ROOT / SERVICES[name] / "Dockerfile").read_text()
+    dockerfile = "".join(stages_of(name))
     ports = re.findall(r"EXPOSE (\d+)|__LISTEN=0\.0\.0\.0:(\d+)|127\.0\.0\.1:(\d+)", dockerfile)
     assert len(ports) == 3
     assert len({port for found in ports for port in found if port}) == 1
     assert "\nUSER " in dockerfile
+    assert re.findall(r"^CMD (.*)$", dockerfile, re.MULTILINE) == [f'["python", "-m", "{SERVICES[name]}"]']
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_compose_builds_the_image_that_make_builds(name: str) -> None:
+    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][name]
+    target = f"--target {service['build']['target']} " if "target" in service["build"] else ""
+    assert service["build"]["dockerfile"] == DOCKERFILES[name]
+    assert f"-f {DOCKERFILES[name]} {target}-t {service['image']} ." in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_image_leaves_the_package_index_to_pip(name: str) -> None:
-    _, *stages = re.split(r"^FROM ", (ROOT / SERVICES[name] / "Dockerfile").read_text(), flags=re.MULTILINE)
-    assert len(stages) == 2
-    for stage in stages:
+    stages = stages_of(name)
+    installing = [stage for stage in stages if "pip " in stage]
+    assert len(installing) == 2
+    for stage in installing:
         before, _, _ = stage.partition("pip ")
         for variable in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
             assert f"\nARG {variable}\n" in before, "pip reads it, and it has no default"
-        assert "://" not in stage
-        assert not re.search(r"--(extra-)?index-url|--find-links|--trusted-host", stage)
+    assert "://" not in "".join(stages)
+    assert not re.search(r"--(extra-)?index-url|--find-links|--trusted-host", "".join(stages))
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     assert compose["services"][name]["build"]["args"] == ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"]
 
@@ -138,9 +164,8 @@ def test_no_file_names_the_host_of_a_package_index() -> None:
     assert [str(path.relative_to(ROOT)) for path in naming] == []
 
 
-@pytest.mark.parametrize("name", ["draft", "target"])
-def test_an_image_compiles_its_kernels_from_the_files_that_are_there_by_then(name: str, tmp_path: Path) -> None:
-    dockerfile = (ROOT / SERVICES[name] / "Dockerfile").read_text()
+def test_the_images_of_replicas_compile_their_kernels_from_the_files_that_are_there_by_then(tmp_path: Path) -> None:
+    dockerfile = (ROOT / DOCKERFILES["target"]).read_text()
     before, command, after = dockerfile.partition("RUN python -m specdec.engine.native ")
     for names in re.findall(r"^COPY (.*)$", before, re.MULTILINE):
         *sources, destination = names.split()
@@ -155,5 +180,5 @@ def test_an_image_compiles_its_kernels_from_the_files_that_are_there_by_then(nam
     command_line = [sys.executable, *command.split()[2:], directory]
     subprocess.run(command_line, cwd=tmp_path, env=environ, check=True, capture_output=True)
     assert list((tmp_path / directory).glob("*.so"))
-    _, _, shipped = after.rpartition("\nFROM ")
+    _, _, shipped = after.partition("\nFROM ")
     assert "g++" not in re.sub(r"^#.*$", "", shipped, flags=re.MULTILINE)

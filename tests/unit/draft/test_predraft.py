@@ -9,7 +9,7 @@ import pytest
 
 from draft_service.config import DraftSettings
 from draft_service.pace import MAX_FAN_OUT, Predraft
-from draft_service.proposer import Proposer
+from draft_service.proposer import DraftOptions, Proposer
 from specdec.errors import Internal, KvMiss
 from specdec.observability.metrics import EngineMetrics
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, VerifyRequest
@@ -38,8 +38,10 @@ class _Replica:
         self.worker = WatchedWorker(self.table)
         self.metrics = EngineMetrics("table", role="draft")
         # A clock that stands still: no step takes any time, so branches are as wide as they may be.
-        self.ahead = Proposer(self.worker, predraft=Predraft.ON, observer=self.metrics, clock=lambda: 0.0)
-        self.plain = Proposer(TableWorker(**options), predraft=Predraft.OFF)
+        self.ahead = Proposer(
+            self.worker, drafting=DraftOptions(predraft=Predraft.ON), observer=self.metrics, clock=lambda: 0.0
+        )
+        self.plain = Proposer(TableWorker(**options))
         self.filters, self.draw_rule = LAWS[filters]
 
     async def __aenter__(self):

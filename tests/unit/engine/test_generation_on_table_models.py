@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from draft_service.proposer import Proposer
+from draft_service.proposer import DraftOptions, Proposer
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
@@ -26,8 +27,8 @@ def _prompt(index: int) -> list[int]:
 async def _generate_all(
     together: bool, *, mode: Mode, filters: SamplingFilters, num_blocks: int = 256
 ) -> list[list[int]]:
-    proposer = Proposer(TableWorker(salt=1, num_blocks=num_blocks), max_step_tokens=48)
-    verifier = Verifier(TableWorker(num_blocks=num_blocks), max_step_tokens=48)
+    proposer = Proposer(TableWorker(salt=1, num_blocks=num_blocks), ReplicaOptions(max_step_tokens=48))
+    verifier = Verifier(TableWorker(num_blocks=num_blocks), ReplicaOptions(max_step_tokens=48))
     drivers = [
         RoundDriver(f"s{index}", _prompt(index), proposer, verifier, filters=filters, mode=mode, seed=index)
         for index in range(NUM_SESSIONS)
@@ -76,7 +77,7 @@ async def test_coupled_output_does_not_depend_on_gamma_or_draft():
 @pytest.mark.parametrize(("mode", "temperature"), [(Mode.REJECTION, 0.0), (Mode.COUPLED, 1.0), (Mode.REJECTION, 1.0)])
 async def test_a_draft_equal_to_the_target_is_always_accepted(mode, temperature):
     """At T = 1 the support covers the whole law here, up to the rounding of its 16-bit weights."""
-    proposer = Proposer(TableWorker(), support_coverage=1.0)
+    proposer = Proposer(TableWorker(), drafting=DraftOptions(support_coverage=1.0))
     verifier = Verifier(TableWorker())
     driver = RoundDriver(
         "s", [4, 2], proposer, verifier, filters=SamplingFilters(temperature=temperature), mode=mode, seed=5

@@ -12,6 +12,7 @@ import torch
 from draft_service.proposer import Proposer
 from specdec.engine.logits import filters as laws
 from specdec.engine.logits import rows as sampling
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import DrawRule, ProposeRequest, SamplingFilters, VerifyRequest
@@ -33,7 +34,7 @@ class _Held:
     def __init__(self, **options) -> None:
         max_step_tokens = options.pop("max_step_tokens", 512)
         self.worker = TableWorker(**options)
-        self.verifier = Verifier(self.worker, max_step_tokens=max_step_tokens)
+        self.verifier = Verifier(self.worker, ReplicaOptions(max_step_tokens=max_step_tokens))
 
     async def start(self, request: VerifyRequest) -> asyncio.Task:
         """Begins a call whose first step is then being carried out."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec.engine.base import StepPlan
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.engines import SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS
@@ -60,7 +61,7 @@ async def _run_session(verifier: Verifier, worker: TimedWorker, prompt: asyncio.
 
 async def test_a_long_prompt_lengthens_no_step_beyond_the_budget_and_changes_no_token() -> None:
     worker, log = TimedWorker(), StepLog()
-    verifier = Verifier(worker, prefill_budget_s=BUDGET_S, clock=lambda: worker.now_s, observer=log)
+    verifier = Verifier(worker, ReplicaOptions(prefill_budget_s=BUDGET_S), clock=lambda: worker.now_s, observer=log)
     await verifier.warm_up()
     num_warm = len(worker.steps)
     # Someone is away from here on.
@@ -82,7 +83,7 @@ async def test_a_long_prompt_lengthens_no_step_beyond_the_budget_and_changes_no_
 
 async def test_a_prompt_that_can_delay_nobody_runs_in_one_step() -> None:
     worker = TimedWorker()
-    verifier = Verifier(worker, prefill_budget_s=BUDGET_S, clock=lambda: worker.now_s)
+    verifier = Verifier(worker, ReplicaOptions(prefill_budget_s=BUDGET_S), clock=lambda: worker.now_s)
     await verifier.verify(VerifyRequest(make_round(PROMPT[:8], session_id="a"), NO_DRAFT, ()))
     await verifier.release(["a"])
     await verifier.verify(VerifyRequest(make_round(PROMPT, session_id="b"), NO_DRAFT, ()))

@@ -20,7 +20,7 @@ from specdec.errors import Internal, InvalidRequest
 from specdec.rpc import codec, replies
 from specdec.rpc.arrays import decode_supports, encode_supports
 from specdec.types import WEIGHT_TOTAL, DrawRule, Proposal, ProposeRequest, SamplingFilters, Support, VerifyRequest
-from specdec.v1 import draft_pb2, target_pb2
+from specdec.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.arithmetic_engines import (
     CONTEXT,
     GREEDY,
@@ -105,7 +105,7 @@ async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None
 @given(st.lists(st.sets(st.integers(0, 2**32 - 1), min_size=1, max_size=80), max_size=9))
 def test_any_supports_survive_the_wire(supports: list[set[int]]) -> None:
     ids = [np.array(sorted(support), dtype=np.uint32) for support in supports]
-    message = encode_supports(ids) if ids else draft_pb2.Supports()
+    message = encode_supports(ids) if ids else common_pb2.Supports()
     (decoded,) = decode_supports([message], [len(ids)])
     assert all(map(np.array_equal, decoded, ids))
 

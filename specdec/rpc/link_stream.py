@@ -1,0 +1,188 @@
+"""One open stream of a link: the calls that wait on it, and how their items travel.
+
+What is asked within one turn of the event loop leaves in one frame; replies come back in any order, and those of a
+frame are decoded together. A stream dies whole: the end of its process, an answer that nobody asked for or bytes that
+are no frame fail every call that waits. Not here: opening one, and another after it (`client`); what items say
+(`codec`, `replies`); call ids (`calls`). Called by links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from specdec.errors import Internal, Unavailable
+from specdec.rpc import status
+from specdec.rpc.calls import OpenCalls, PendingCall, StrayAnswer, WireCount
+from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, join_items
+
+
+def _expire(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())
+
+
+class LinkStream:
+    """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
+
+    def __init__(
+        self,
+        call: Any,
+        items_of: Callable[[bytes], Sequence[tuple[Any, int]]],
+        decode: Callable[[list[Any], list[Any]], Sequence[Any]],
+        address: str,
+        meet: Callable[[Any], None],
+    ) -> None:
+        """
+        Args:
+            call: takes and gives frames as bytes.
+            items_of: the replies of a frame with their sizes in bytes; raises DecodeError.
+            decode: the answers that replies of one frame give to their requests.
+            address: of the replica.
+            meet: told the metadata of who answers, before any of its answers is; raises Unavailable to take none.
+        """
+        self._call = call
+        self._items_of = items_of
+        self._decode = decode
+        self._address = address
+        self._meet = meet
+        self._loop = asyncio.get_running_loop()
+        self._calls = OpenCalls()
+        self._outbox: deque[PendingCall] = deque()
+        self._wake = asyncio.Event()
+        self.closed = False
+        self._task = asyncio.create_task(self._run(), name=f"link {address}")
+
+    def next_call_id(self) -> int:
+        return self._calls.next_id()
+
+    async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, deadline_s: float | None) -> Any:
+        """Sends one item; returns its decoded reply. `deadline_s` is of the loop's clock; raises TimeoutError at it."""
+        pending = PendingCall(request, item, wire, self._loop.create_future())
+        self._calls.add(call_id, pending)
+        self._outbox.append(pending)
+        self._wake.set()
+        timer = None if deadline_s is None else self._loop.call_at(deadline_s, _expire, pending.answer)
+        try:
+            return await pending.answer
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._calls.forget(call_id)
+            if self._calls.owes_too_many:
+                self._end(f"{self._address}: the replica leaves calls unanswered")
+
+    @property
+    def oldest_pending(self) -> object:
+        """The call that has waited longest, by identity; None where none waits."""
+        return self._calls.oldest
+
+    def break_off(self, reason: str) -> None:
+        """Fails what is pending with Unavailable, at once; the stream is closed."""
+        self._task.cancel()
+        self._end(reason)
+
+    async def close(self) -> None:
+        """Fails what is pending. Idempotent."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._end(f"{self._address}: the link was closed")  # for a task that never ran
+
+    async def _run(self) -> None:
+        writer = asyncio.create_task(self._write())
+        reason = f"{self._address}: the link was closed"
+        try:
+            reason = await self._read()
+        finally:
+            writer.cancel()
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self.closed = True
+        self._call.cancel()
+        self._calls.fail_all(reason)
+        self._outbox.clear()
+
+    async def _read(self) -> str:
+        """Hands out replies until the stream ends; returns why it did."""
+        has_met = False
+        try:
+            while (frame := await self._call.read()) is not grpc.aio.EOF:
+                if not has_met:  # a call that fails before its first frame has better news than its metadata
+                    self._meet(await self._call.initial_metadata())
+                    has_met = True
+                self._deliver(frame)
+        except grpc.aio.AioRpcError as error:
+            return status.from_rpc_error(error, peer=self._address).message
+        except DecodeError as error:
+            return f"{self._address}: the replica sent what is no frame: {error}"
+        except StrayAnswer as error:
+            return f"{self._address}: the replica {error}"
+        except Unavailable as error:
+            return f"{self._address}: {error.message}"
+        return f"{self._address}: the replica closed the stream"
+
+    def _deliver(self, frame: bytes) -> None:
+        """Decodes the replies of a frame together and tells each caller its own.
+
+        Raises:
+            StrayAnswer: once they are told. Whoever it was meant for would wait in vain, call after call.
+        """
+        items: list[Any] = []
+        waiting: list[PendingCall] = []
+        stray: StrayAnswer | None = None
+        for item, num_bytes in self._items_of(frame):
+            try:
+                pending = self._calls.take(item.call_id)
+            except StrayAnswer as error:
+                stray = error
+                continue
+            if pending is None:
+                continue
+            pending.wire.num_bytes += num_bytes
+            if item.HasField("status") and item.status.code:
+                pending.answer.set_exception(status.from_item_status(item.status))
+            else:
+                items.append(item)
+                waiting.append(pending)
+        answers = self._decode(items, [pending.request for pending in waiting])
+        for pending, answer in zip(waiting, answers, strict=True):
+            if isinstance(answer, Internal):
+                pending.answer.set_exception(Internal(f"{self._address}: {answer.message}"))
+            else:
+                pending.answer.set_result(answer)
+        if stray is not None:
+            raise stray
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while items := self._take():
+                    await self._call.write(join_items(items))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same break and says what it was
+        finally:
+            self._call.cancel()  # whatever ended the writer ends the stream; a no-op on one that has ended
+
+    def _take(self) -> list[bytes]:
+        items: list[bytes] = []
+        size = 0
+        while (
+            self._outbox
+            and len(items) < MAX_FRAME_ITEMS
+            and (not items or size + len(self._outbox[0].item) <= FRAME_BYTES)
+        ):
+            pending = self._outbox.popleft()
+            if not pending.answer.done():
+                pending.is_sent = True
+                items.append(pending.item)
+                size += len(pending.item)
+                pending.wire.num_bytes += len(pending.item)
+        return items

@@ -1,0 +1,151 @@
+"""From a command line to a replica that serves: what `python -m draft_service` and `python -m target_service` both do.
+
+What can be wrong and is cheap to find out comes first, then the model is loaded, then the replica lives
+(`lifecycle.run_replica`). Not here: in what the two services differ (`ReplicaKind`, which each `__main__` fills in).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from specdec.checkpoint import locate_checkpoint
+from specdec.config import ReplicaSettings, cache_directory, parse_settings
+from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
+from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
+from specdec.observability.logging import bind, configure_logging
+from specdec.observability.metrics import EngineMetrics
+from specdec.service.lifecycle import (
+    Engine,
+    Servicer,
+    require_addresses,
+    run_replica,
+    run_to_exit_code,
+    spare_the_collector,
+    stop_on_signals,
+)
+from specdec.state.redis_store import open_registry
+from specdec.state.registry import Heartbeat
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from specdec.engine.base import Worker
+    from specdec.engine.loop.replica import ReplicaOptions
+
+SettingsT = TypeVar("SettingsT", bound=ReplicaSettings)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaKind(Generic[SettingsT]):
+    """All in which one kind of replica differs from the other."""
+
+    role: str
+    """draft | target; the service is `python -m ROLE_service`."""
+    service_name: str
+    """Full protobuf name."""
+    settings_type: type[SettingsT]
+    num_decode_rows: Callable[[SettingsT], int]
+    """Most tokens of a session in a step that prefills nothing: steps of up to so many are compiled or captured."""
+    simulated_engine: type[SimulatedDraft] | type[SimulatedTarget]
+    build_engine: Callable[[Worker, ReplicaOptions, SettingsT, EngineMetrics], Engine]
+    """Makes the engine of a worker, which it alone uses from then on. Called once torch is loaded; may import it."""
+    build_servicer: Callable[[Any, EngineMetrics], Servicer]
+    """Puts a servicer in front of either engine."""
+
+
+def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:
+    """Reads the settings, loads the model and serves until SIGTERM or Ctrl-C; returns the exit code.
+
+    Args:
+        kind: of the replica.
+        argv: the flags; None for this process's own.
+    """
+    settings = parse_settings(
+        kind.settings_type, prog=f"python -m {kind.role}_service", argv=sys.argv[1:] if argv is None else argv
+    )
+    configure_logging(settings.log_format, settings.log_level, service=kind.role)
+    return run_to_exit_code(_serve(kind, settings))
+
+
+async def _serve(kind: ReplicaKind[SettingsT], settings: SettingsT) -> None:
+    replica_id = settings.replica_id or f"{kind.role}-{secrets.token_hex(6)}"
+    metrics = EngineMetrics(settings.model, role=kind.role)
+    async with AsyncExitStack() as ending:
+        ending.enter_context(bind(replica_id=replica_id))
+        # What can be wrong and is cheap to find out comes before the model is loaded.
+        require_addresses(settings)
+        registry = None if settings.redis_url.startswith("memory:") else open_registry(settings.redis_url)
+        if registry is not None:
+            ending.push_async_callback(registry.close)
+            await registry.replicas(kind.role)
+        engine = _load_engine(kind, settings, replica_id, metrics)
+        spare_the_collector()
+        servicer = kind.build_servicer(engine, metrics)
+        register = None
+        if registry is not None:
+            register = partial(Heartbeat, registry, describe=servicer.info, ttl_s=settings.registry_ttl_s)
+        await run_replica(
+            settings,
+            service_name=kind.service_name,
+            engine=engine,
+            servicer=servicer,
+            metrics=metrics,
+            register=register,
+            stop=stop_on_signals(),  # until here signals have their defaults and end the process at once
+        )
+
+
+def _load_engine(kind: ReplicaKind[SettingsT], settings: SettingsT, replica_id: str, metrics: EngineMetrics) -> Engine:
+    prefill_budget_s = settings.prefill_budget_ms / 1e3
+    if settings.model.startswith(MODEL_PREFIX):
+        return kind.simulated_engine(
+            simulated_pair(settings.model),
+            replica_id=replica_id,
+            model=settings.model,
+            pool=settings.pool,
+            max_gamma=settings.max_gamma,
+            scheduler=Scheduler(settings.max_step_tokens, prefill_budget_s),
+            observer=metrics,
+        )
+    locate_checkpoint(settings.model)
+    _log.info("loading %s", settings.model)
+    # torch takes seconds to import: not before the settings are known to be right.
+    from specdec.engine.loop.replica import ReplicaOptions
+
+    options = ReplicaOptions(
+        replica_id=replica_id,
+        model=settings.model,
+        pool=settings.pool,
+        max_gamma=settings.max_gamma,
+        max_step_tokens=settings.max_step_tokens,
+        prefill_budget_s=prefill_budget_s,
+    )
+    worker = _load_worker(settings, kind.num_decode_rows(settings))
+    return kind.build_engine(worker, options, settings, metrics)
+
+
+def _load_worker(settings: ReplicaSettings, num_decode_rows: int) -> Worker:
+    from specdec.engine.loader import load_worker
+    from specdec.engine.model.options import CompileOptions, row_counts
+
+    return load_worker(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        num_threads=settings.num_threads,
+        compiling=CompileOptions(
+            settings.compile_backend, row_counts(num_decode_rows), cache_directory(os.environ) / "compiled"
+        ),
+        self_check=settings.self_check == "on",
+    )
