@@ -79,7 +79,7 @@ async def test_a_replica_that_is_asked_directly_keeps_every_token_that_top_k_kee
     law = SamplingFilters(temperature=1.0, top_k=top_k, top_p=1.0)
     tokens, all_ids = [3, 4, 5], np.arange(2000, dtype=np.uint32)
     try:
-        answer = await link.verify(VerifyRequest(make_round(tokens, law=law), all_ids[7:8], (all_ids,)))
+        answer = await link.verify(VerifyRequest(make_round(tokens, filters=law), all_ids[7:8], (all_ids,)))
     finally:
         await link.close()
         await server.stop(None)

@@ -54,7 +54,7 @@ async def linked(servicer_type: type[TargetServicer] = TargetServicer) -> AsyncI
 
 
 def verification() -> VerifyRequest:
-    return VerifyRequest(make_round(law=GREEDY), np.empty(0, np.uint32), ())
+    return VerifyRequest(make_round(filters=GREEDY), np.empty(0, np.uint32), ())
 
 
 async def test_the_model_that_is_meant_answers_and_says_which_process_it_is() -> None:
@@ -86,7 +86,7 @@ async def test_what_a_replica_answers_that_does_not_say_its_model_is_dropped() -
 
 async def test_calls_meant_for_two_models_do_not_disturb_each_other() -> None:
     async with linked() as (link, engine):
-        held = VerifyRequest(make_round("hold", law=GREEDY), np.empty(0, np.uint32), ())
+        held = VerifyRequest(make_round("hold", filters=GREEDY), np.empty(0, np.uint32), ())
         pending = asyncio.create_task(link.verify(held, model=MODEL))
         with pytest.raises(Unavailable):
             await link.verify(verification(), model="another")
