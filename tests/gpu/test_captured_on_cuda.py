@@ -14,6 +14,7 @@ from draft_service.proposer import Proposer
 from specdec.engine.base import StepPlan
 from specdec.engine.captured.capture import CudaCapture
 from specdec.engine.loader import load_worker
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
@@ -117,7 +118,7 @@ async def test_rounds_give_the_same_text_recorded_and_eagerly(temperature: float
         proposer, verifier = (
             engine(
                 load_worker(str(path), device="cuda:0", dtype="float32", num_kv_blocks=200, compiling=compiling),
-                max_step_tokens=40,
+                ReplicaOptions(max_step_tokens=40),
             )
             for engine, path in ((Proposer, draft), (Verifier, target))
         )

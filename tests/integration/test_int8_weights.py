@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from bench.models import DEMO
 from bench.workload import prompt_token_ids
 from draft_service.pace import Predraft
-from draft_service.proposer import Proposer
+from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.int8_projection import Int8Projection
@@ -120,7 +120,7 @@ async def test_greedy_rounds_write_what_the_quantised_target_writes_alone(tmp_pa
     prompts = [torch.randint(2, 256, (5 + 7 * index,), generator=generator).tolist() for index in range(4)]
     proposer, verifier = (
         engine(load_worker(str(path), device="cpu", dtype="int8", num_kv_blocks=64))
-        for engine, path in ((partial(Proposer, predraft=predraft), draft), (Verifier, target))
+        for engine, path in ((partial(Proposer, drafting=DraftOptions(predraft=predraft)), draft), (Verifier, target))
     )
     drivers = [RoundDriver(f"s{index}", list(prompt), proposer, verifier) for index, prompt in enumerate(prompts)]
     outputs = await asyncio.gather(*(driver.generate(NUM_TOKENS, gamma=4) for driver in drivers))

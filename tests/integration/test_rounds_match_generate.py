@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from draft_service.pace import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.loader import load_worker
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
@@ -76,9 +77,12 @@ async def _outputs(
                 num_threads=1,
                 compiling=compiling,
             ),
-            max_step_tokens=40,
+            ReplicaOptions(max_step_tokens=40),
         )
-        for engine, path in ((partial(Proposer, predraft=predraft), pair.draft), (Verifier, pair.target))
+        for engine, path in (
+            (partial(Proposer, drafting=DraftOptions(predraft=predraft)), pair.draft),
+            (Verifier, pair.target),
+        )
     )
     drivers = [RoundDriver(f"s{index}", list(prompt), proposer, verifier) for index, prompt in enumerate(pair.prompts)]
     jobs = [driver.generate(NUM_TOKENS, gamma=1 + 3 * index % 8) for index, driver in enumerate(drivers)]

@@ -27,8 +27,10 @@ from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from coordinator.text.tokenizer import ServedTokenizer
-from draft_service.proposer import Proposer
+from draft_service.pace import Predraft
+from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
@@ -89,12 +91,12 @@ async def start_service(
     pool: str = "default",
     vocabulary: str = "table",
     between: Callable[[Any], Any] = lambda engine: engine,
-    **engine_options: Any,
+    predraft: Predraft = Predraft.OFF,
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, salt=salt, vocabulary=vocabulary)
-    options = {"pool": pool, "replica_id": f"{role}-{salt}", "model": "table", "max_gamma": 8}
-    engine = (Proposer if role == DRAFT else Verifier)(worker, **options, **engine_options)
+    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=8)
+    engine = Proposer(worker, options, DraftOptions(predraft=predraft)) if role == DRAFT else Verifier(worker, options)
     metrics = EngineMetrics("table", role=role)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
     server = ServiceServer(listen, service_names=(DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE,))
