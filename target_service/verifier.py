@@ -22,9 +22,10 @@ from specdec.engine.base import StepObserver, Worker
 from specdec.engine.logits import rows as sampling
 from specdec.engine.logits.rows import FilterContext
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop.job import Call, Job, RowKind, row_kind
+from specdec.engine.loop.job import Job, RowKind, row_kind
 from specdec.engine.loop.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import (

@@ -63,7 +63,8 @@ class Worker(Protocol):
 
         Returns:
             float32 [R, V] logits on the worker's device, V = `shape.vocabulary_size`, rows in the order of
-            `plan.slices`, within a slice by position; R = sum of `num_logit_rows`.
+            `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. They may still be in the making
+            on an accelerator, but a step without any has ended.
         """
         ...
 

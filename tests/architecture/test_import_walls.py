@@ -161,6 +161,13 @@ def test_the_client_and_command_line_load_no_torch() -> None:
     assert "torch" not in loaded_after("\n".join(f"import {name}" for name in names))
 
 
+def test_sessions_and_schedules_and_the_engines_simulated_on_them_load_no_torch() -> None:
+    rooms = ("specdec.engine.sessions", "specdec.engine.schedule", "specdec.engine.simulated")
+    names = [name for room in rooms for name in modules_of(room)]
+    assert "specdec.engine.sessions.calls" in names
+    assert "torch" not in loaded_after("\n".join(f"import {name}" for name in names))
+
+
 def test_the_engine_imports_without_grpc_and_redis() -> None:
     hidden = ("grpc", "redis", "fakeredis", "pydantic_settings", "prometheus_client")
     loaded = loaded_after("\n".join(f"import {name}" for name in modules_of("specdec.engine")), hidden=hidden)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections.abc
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -20,8 +19,9 @@ import torch
 from specdec.engine.base import SequenceSlice
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
+from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
-from specdec.types import DrawRule, ProposeRequest, SessionPosition, TokenIds, VerifyRequest
+from specdec.types import DrawRule, SessionPosition, TokenIds
 
 
 class RowKind(Enum):
@@ -37,25 +37,6 @@ def row_kind(request: SessionPosition) -> RowKind:
     if request.filters.is_greedy:
         return RowKind.GREEDY
     return RowKind.COUPLED if request.draw_rule is DrawRule.COUPLED else RowKind.DISTRIBUTION
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A validated request, in the terms of the engine."""
-
-    request: ProposeRequest | VerifyRequest
-    digest: bytes
-    """Of everything that was asked; with (session, epoch, round) the idempotency key."""
-    draft_token_ids: TokenIds
-    """uint32 [L]: tokens to run after the committed ones."""
-    num_logit_rows: int
-    """Rows wanted when the committed and draft tokens have run; at least 1."""
-    max_kv_len: int
-    """The most tokens that can need KV before the job finishes."""
-
-    @property
-    def position(self) -> SessionPosition:
-        return self.request.position
 
 
 class Job:
