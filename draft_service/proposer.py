@@ -34,7 +34,7 @@ class ProposerObserver(StepObserver, PredraftObserver, Protocol):
 
 
 class Proposer(ReplicaEngine):
-    """The draft service's engine (`specdec.engine.base.DraftEngine`) on a worker of its own."""
+    """The draft service's engine (`specdec.engines.DraftEngine`) on a worker of its own."""
 
     role = "draft"
 

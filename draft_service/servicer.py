@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from specdec.engine.base import DraftEngine
+from specdec.engines import DraftEngine
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec, replies
 from specdec.rpc.servicer import Answered, ReplicaServicer

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from specdec.engine.base import TargetEngine
+from specdec.engines import TargetEngine
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec, replies
 from specdec.rpc.servicer import Answered, ReplicaServicer

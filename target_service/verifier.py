@@ -42,7 +42,7 @@ _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 
 class Verifier(ReplicaEngine):
-    """The target service's engine (`specdec.engine.base.TargetEngine`) on a worker of its own."""
+    """The target service's engine (`specdec.engines.TargetEngine`) on a worker of its own."""
 
     role = "target"
 

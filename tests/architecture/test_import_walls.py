@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.vocabulary", "specdec.v1",
+    "specdec.vocabulary", "specdec.engines", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -26,6 +26,7 @@ LIBRARY = {"specdec.core", "specdec.state", "specdec.rpc", "specdec.observabilit
 ALLOWED = {
     "specdec.types": set(),
     "specdec.errors": set(),
+    "specdec.engines": set(),
     "specdec.checkpoint": set(),
     "specdec.vocabulary": set(),
     "specdec.config": set(),

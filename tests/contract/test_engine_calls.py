@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS
+from specdec.engines import DraftEngine, TargetEngine
 from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import ProposeRequest, SessionPosition, VerifyRequest
 from target_service.verifier import Verifier
@@ -130,6 +132,19 @@ async def small(kind: str) -> AsyncIterator[EngineRig]:
     rig = EngineRig(kind, num_blocks=4)
     yield rig
     await rig.close()
+
+
+async def test_an_engine_has_every_call_of_the_contract_as_it_is_declared(rig: EngineRig) -> None:
+    contract = DraftEngine if rig.engine.info().role == "draft" else TargetEngine
+    declared = [name for base in contract.__mro__ for name in vars(base) if not name.startswith("_")]
+    assert {"warm_up", "release", "info", "is_stalled", "wait_ended", "close"} < set(declared)
+    for name in declared:
+        if name == "is_stalled":
+            assert rig.engine.is_stalled is False
+            continue
+        ours, theirs = getattr(type(rig.engine), name), getattr(contract, name)
+        assert inspect.signature(ours) == inspect.signature(theirs)
+        assert inspect.iscoroutinefunction(ours) == inspect.iscoroutinefunction(theirs)
 
 
 async def test_the_same_call_joins_the_one_in_flight(rig: EngineRig) -> None:

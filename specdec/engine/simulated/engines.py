@@ -32,7 +32,7 @@ _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 
 class SimulatedDraft(SimulatedReplica):
-    """A `specdec.engine.base.DraftEngine` on a simulated device of its own."""
+    """A `specdec.engines.DraftEngine` on a simulated device of its own."""
 
     role = "draft"
 
@@ -86,7 +86,7 @@ class SimulatedDraft(SimulatedReplica):
 
 
 class SimulatedTarget(SimulatedReplica):
-    """A `specdec.engine.base.TargetEngine` on a simulated device of its own."""
+    """A `specdec.engines.TargetEngine` on a simulated device of its own."""
 
     role = "target"
 
