@@ -121,7 +121,7 @@ class Verifier(ReplicaEngine):
                 reason="CONTEXT_TOO_LONG",
                 field="round.token_ids",
             )
-        num_supports = num_draft_tokens if row_kind(request.position) is RowKind.DISTRIBUTION else 0
+        num_supports = num_draft_tokens if request.position.carries_distributions else 0
         if len(request.support_ids) != num_supports:
             raise InvalidRequest(
                 f"{len(request.support_ids)} supports for {num_draft_tokens} draft tokens, this round needs "

@@ -41,6 +41,7 @@ from specdec.types import (
     SessionPosition,
     Verification,
     VerifyRequest,
+    carries_distributions,
 )
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class RoundSetting:
     @property
     def answers_choices(self) -> bool:
         """Whether the target answers with token choices instead of distributions."""
-        return self.filters.is_greedy or self.draw_rule is DrawRule.COUPLED
+        return not carries_distributions(self.filters, self.draw_rule)
 
 
 class RoundOutcome(NamedTuple):

@@ -21,7 +21,7 @@ from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
-from specdec.types import DrawRule, SessionPosition, TokenIds
+from specdec.types import SessionPosition, TokenIds
 
 
 class RowKind(Enum):
@@ -34,9 +34,9 @@ class RowKind(Enum):
 
 def row_kind(request: SessionPosition) -> RowKind:
     """Greedy whenever the temperature is 0, whatever the draw rule."""
-    if request.filters.is_greedy:
-        return RowKind.GREEDY
-    return RowKind.COUPLED if request.draw_rule is DrawRule.COUPLED else RowKind.DISTRIBUTION
+    if request.carries_distributions:
+        return RowKind.DISTRIBUTION
+    return RowKind.GREEDY if request.filters.is_greedy else RowKind.COUPLED
 
 
 class Job:

@@ -26,7 +26,7 @@ from specdec.engine.simulated.device import Branches, ForwardTime
 from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
 from specdec.errors import InvalidRequest
-from specdec.types import DrawRule, Proposal, ProposeRequest, SessionPosition, Verification, VerifyRequest
+from specdec.types import Proposal, ProposeRequest, SessionPosition, Verification, VerifyRequest
 
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
@@ -103,7 +103,7 @@ class SimulatedTarget(SimulatedReplica):
         asked, num_draft_tokens = request.position, len(request.draft_token_ids)
         check_round(asked, VOCABULARY_SIZE)
         check_token_ids(request.draft_token_ids, VOCABULARY_SIZE, "draft_token_ids")
-        num_supports = num_draft_tokens if _draws_distributions(asked) else 0
+        num_supports = num_draft_tokens if asked.carries_distributions else 0
         if num_draft_tokens > self._max_gamma or len(request.support_ids) != num_supports:
             raise InvalidRequest(
                 f"{num_draft_tokens} draft tokens with {len(request.support_ids)} supports; at most {self._max_gamma} "
@@ -134,13 +134,9 @@ class SimulatedTarget(SimulatedReplica):
         return {} if job.work is None else {"forward_s": job.work.step_s, "step_tokens": job.work.step_tokens}
 
 
-def _draws_distributions(asked: SessionPosition) -> bool:
-    return not asked.filters.is_greedy and asked.draw_rule is DrawRule.DISTRIBUTION
-
-
 def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cached_tokens: int) -> Proposal:
     positions = range(asked.committed_len, asked.committed_len + gamma)
-    if _draws_distributions(asked):
+    if asked.carries_distributions:
         token_ids = [text.draft_draw(index) for index in range(gamma)]
         supports = tuple(text.support(position) for position in positions)
     else:
@@ -160,7 +156,7 @@ def _look(text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int
     choices, probabilities = NO_TOKENS, _NO_PROBABILITIES
     rows = ()
     positions = range(asked.committed_len, asked.committed_len + num_rows)
-    if _draws_distributions(asked):
+    if asked.carries_distributions:
         uniforms = DrawKey(asked.seed, asked.turn, asked.committed_len).tail_uniforms(num_rows - 1)
         looked_through = (*request.support_ids, NO_TOKENS)
         rows = tuple(map(text.distribution_row, positions, looked_through, uniforms))
