@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.logits import rows as sampling
-from specdec.engine.logits.rows import FilterContext
+from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, RowKind, row_kind
 from specdec.engine.loop.replica import DEFAULT_MAX_GAMMA, ReplicaEngine, ReplicaOptions
@@ -182,7 +182,7 @@ class _TargetProgram:
     """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
 
     def __init__(self) -> None:
-        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_law}
+        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Finishes every job from its `num_logit_rows` rows of `logits`."""
@@ -208,7 +208,7 @@ class _TargetProgram:
 
 
 def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:
-    return sampling.split_batches(group, lambda rows: len(rows.indices), logits.num_tokens)
+    return split_batches(group, lambda rows: len(rows.indices), logits.num_tokens)
 
 
 def _logits_of(group: Sequence[_Rows], logits: StepLogits) -> StepLogits:
@@ -220,7 +220,7 @@ def _contexts_of(group: Sequence[_Rows]) -> list[FilterContext]:
 
 
 def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
-    choices = iter(sampling.greedy_choices(logits, _contexts_of(group)))
+    choices = iter(greedy_choices(logits, _contexts_of(group)))
     for rows in group:
         rows.choice_token_ids = np.array([next(choices) for _ in rows.indices], dtype=np.uint32)
         rows.choice_probabilities = np.ones(len(rows.indices), dtype=np.float64)
@@ -229,8 +229,8 @@ def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
 def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
     contexts = _contexts_of(group)
     drawn_with = [rows.request.position for rows in group for _ in rows.indices]
-    choices, probabilities = sampling.coupled_choices(
-        sampling.filtered_distributions(logits.values, contexts),
+    choices, probabilities = coupled_choices(
+        filtered_distributions(logits.values, contexts),
         [asked.seed for asked in drawn_with],
         [asked.turn for asked in drawn_with],
         [len(context.history) for context in contexts],
@@ -243,26 +243,26 @@ def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
         first = end
 
 
-def _look_law(group: Sequence[_Rows], logits: StepLogits) -> None:
+def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
     uniforms: list[float] = []
     for rows in group:
         asked = rows.request.position
         key = DrawKey(asked.seed, asked.turn, asked.committed_len)
         uniforms += key.tail_uniforms(len(rows.request.draft_token_ids))
-    distribution_rows = iter(
-        sampling.distribution_rows(
-            sampling.filtered_distributions(logits.values, _contexts_of(group)),
+    answered = iter(
+        distribution_rows(
+            filtered_distributions(logits.values, _contexts_of(group)),
             [support_ids for rows in group for support_ids in rows.support_ids],
             uniforms,
         )
     )
     for rows in group:
-        rows.distribution_rows = tuple(next(distribution_rows) for _ in rows.indices)
+        rows.distribution_rows = tuple(next(answered) for _ in rows.indices)
 
 
 def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: int) -> None:
-    logit_rows = iter(
-        sampling.logit_rows(
+    answered = iter(
+        logit_rows(
             logits.values,
             [support_ids for rows in group for support_ids in rows.support_ids],
             [tail_id for rows in group for tail_id in rows.tail_ids],
@@ -270,7 +270,7 @@ def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: in
         )
     )
     for rows in group:
-        rows.logit_rows = tuple(next(logit_rows) for _ in rows.indices)
+        rows.logit_rows = tuple(next(answered) for _ in rows.indices)
 
 
 def _verification(rows: _Rows) -> Verification:
