@@ -1,5 +1,7 @@
 """Drafts candidate tokens: one logit row, one token, one more step, up to gamma of them.
 
+A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
+
 Not here: how a token is drawn (`drafting`), rounds nobody has asked for yet (`predraft`), threads and steps
 (`specdec.engine.loop.device_loop`), whether tokens are accepted (the coordinator), protobuf (the servicer). Called by
 the draft service's servicer and by tests.

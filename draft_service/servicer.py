@@ -1,6 +1,7 @@
 """The draft service's gRPC face: protobuf in, engine call, protobuf out.
 
-Not here: drafting (`proposer`), what both services do alike (`specdec.rpc.servicer`). Built by `__main__`.
+A round goes from here to `draft_service.proposer`. Not here: drafting (`proposer`), what both services do alike
+(`specdec.rpc.servicer`). Built by `__main__`.
 """
 
 from __future__ import annotations

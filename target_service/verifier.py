@@ -1,5 +1,7 @@
 """Runs draft tokens through the target model in one pass and answers what p says of them.
 
+A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
+
 The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It never depends on q: the draft's
 supports only say through which tokens p is looked at.
 

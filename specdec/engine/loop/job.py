@@ -3,7 +3,8 @@
 A job is run by running its sequence's tokens: whenever all of them have KV, the program gets the logits of the last
 `num_logit_rows` tokens and either appends a token (one more step) or finishes.
 
-Not here: futures and threads (`loop`), the choice of steps (`scheduler`). Called by `loop` and the two programs.
+Not here: futures and threads (`device_loop`), the choice of steps (`specdec.engine.schedule.scheduler`). Called by the
+loop's modules and the two programs.
 """
 
 from __future__ import annotations

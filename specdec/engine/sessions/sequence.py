@@ -9,7 +9,7 @@ A fork is the same session as it may go on. It shares the full blocks before the
 follows. Forks live only while their root stands still: whatever changes the root's tokens or blocks ends them first, so
 a shared block is never written while two read it.
 
-Not here: the decision what to keep (`sessions`), which blocks exist (`block_manager`), tensors. Device thread only.
+Not here: the decision what to keep (`table`), which blocks exist (`block_manager`), tensors. Device thread only.
 """
 
 from __future__ import annotations

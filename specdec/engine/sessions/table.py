@@ -1,15 +1,17 @@
 """The position protocol of docs/protocol.md section 5: which session a call means, and what of it is here already.
 
-Draft and target service share this one implementation. A call passes three gates: `fence` (is it the newest?),
-`align` (which of its tokens have KV here?) and `reserve` (are there blocks for the rest?).
+A round comes here from `specdec.engine.sessions.calls`; once it has its blocks it runs
+(`specdec.engine.schedule.scheduler`). Draft and target service share this one implementation. A call passes three
+gates: `fence` (is it the newest?), `align` (which of its tokens have KV here?) and `reserve` (are there blocks for the
+rest?).
 
 What may be answered with KV_MISS(have): only a length that is surely common, because a second miss in one round counts
-as a replica failure. Within an epoch committed tokens never change, so it is the last block boundary of what that
-epoch committed and we still hold; across epochs (a coordinator restarted, the store lost its last second) nothing is
-sure and `have` is 0. That costs bytes, not forward passes: nothing is thrown away at a miss, and of the tokens sent
-again those that equal ours keep their KV.
+as a replica failure. Within an epoch committed tokens never change, so it is the last block boundary of what that epoch
+committed and we still hold; across epochs (a coordinator restarted, the store lost its last second) nothing is sure and
+`have` is 0. That costs bytes, not forward passes: nothing is thrown away at a miss, and of the tokens sent again those
+that equal ours keep their KV.
 
-Not here: threads, futures, steps, tensors. Called by `loop` from the device thread alone.
+Not here: threads, futures, steps, tensors. Called by `calls` and by whoever aligns its calls, from one thread alone.
 """
 
 from __future__ import annotations
