@@ -1,6 +1,6 @@
 """What a client asked, validated, and what it gets back, as plain dataclasses.
 
-Not here: protobuf (the servicer translates), how a request is checked (validation) or run (session). Shared by every
+Not here: protobuf and requests that are not checked yet (`front`), how a request is run (`generation`). Shared by every
 front of the coordinator: gRPC now, HTTP later.
 """
 
@@ -49,8 +49,6 @@ class GenerationRequest:
     """ "" until admission makes one."""
     request_id: str
     """ "" until admission makes one."""
-    digest: str
-    """Hash of what was asked, ids aside: tells a retry from another request under the same id."""
     sampling: SamplingParams
     """`max_new_tokens` 0 means the default; `seed` counts only when `is_seeded`."""
     is_seeded: bool
@@ -62,6 +60,14 @@ class GenerationRequest:
     """Output tokens the caller already holds."""
     expected_session_tokens: int | None = None
     """What the session must hold where a new turn begins."""
+    digest: str = ""
+    """Of what was asked, ids aside: tells a retry from another request under the same id."""
+    former_digests: tuple[str, ...] = ()
+    """Of the same, in forms that older versions stored."""
+
+    def is_same_as(self, stored_digest: str) -> bool:
+        """Whether a request stored with this digest asked the same, whichever version stored it."""
+        return stored_digest in (self.digest, *self.former_digests)
 
 
 @dataclass(frozen=True, slots=True)

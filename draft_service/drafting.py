@@ -29,7 +29,8 @@ from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supp
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
-from specdec.types import Proposal, Support
+from specdec.engine.sessions.calls import Call
+from specdec.types import Proposal, ProposeRequest, Support
 
 
 @dataclass(slots=True)
@@ -131,6 +132,12 @@ class DraftProgram:
         return token_ids
 
 
+def request_of(call: Call) -> ProposeRequest:
+    """What a call of this service asks for: it takes nothing else."""
+    assert isinstance(call.request, ProposeRequest)
+    return call.request
+
+
 def proposal_of(job: Job) -> Proposal:
     """The answer that a job's draft makes."""
     draft: Draft = job.progress
@@ -150,7 +157,7 @@ def is_complete(job: Job) -> bool:
 
     Stopping after an end token is exact: it is decided by the tokens already drawn.
     """
-    request, token_ids = job.call.request, job.progress.token_ids
+    request, token_ids = request_of(job.call), job.progress.token_ids
     return len(token_ids) >= request.gamma or token_ids[-1] in request.position.filters.end_token_ids
 
 

@@ -33,7 +33,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from draft_service.drafting import Draft, DraftProgram, is_complete, proposal_of
+from draft_service.drafting import Draft, DraftProgram, is_complete, proposal_of, request_of
 from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
 from specdec.engine.loop.ahead import Ahead, Branch
 from specdec.engine.loop.job import Job, split_non_finite
@@ -160,7 +160,7 @@ class Predrafter(Ahead):
         draft: Draft = job.progress
         if len(draft.likeliest) != len(draft.token_ids):
             return  # drafted in a crowd
-        request: ProposeRequest = job.call.request
+        request = request_of(job.call)
         fan_out = self._pace.choose(request.gamma)
         self._trees[job.sequence.session_id] = Tree(job.sequence, request, draft, fan_out, now_s)
         if len(self._trees) > MAX_TREES:
@@ -175,14 +175,14 @@ class Predrafter(Ahead):
         if _is_next(tree, call.position):
             self._pace.observe_wait(self._clock() - tree.answered_s)
         branch = tree.assumed(call.position)
-        outcome = "miss" if branch is None else "hit" if _suffices(branch, call.request) else "extended"
+        outcome = "miss" if branch is None else "hit" if _suffices(branch, request_of(call)) else "extended"
         self._end(tree, branch, outcome)
         return branch
 
     def resume(self, job: Job, branch: Branch) -> None:
         """Answers with what the branch drafted, or goes on from there; see `Ahead.resume`."""
         job.progress = branch.job.progress
-        job.progress.cut(job.call.request.gamma)
+        job.progress.cut(request_of(job.call).gamma)
         if is_complete(job):
             job.finish(proposal_of(job))
         elif not job.num_pending:

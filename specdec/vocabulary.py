@@ -79,7 +79,9 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
 
     try:
         # Not tokenizers.Tokenizer: tokenizer_config.json may add special tokens that tokenizer.json lacks.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
         vocabulary = tokenizer.get_vocab()
     # The Rust parser raises bare Exception, and its panics are not even that.
     except BaseException as error:

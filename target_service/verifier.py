@@ -152,7 +152,9 @@ class _Rows:
 
     @property
     def request(self) -> VerifyRequest:
-        return self.job.call.request
+        request = self.job.call.request
+        assert isinstance(request, VerifyRequest)  # this service takes nothing else
+        return request
 
     @property
     def indices(self) -> range:

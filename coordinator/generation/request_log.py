@@ -77,7 +77,7 @@ def check_same_request(request: GenerationRequest, request_id: str, digest: str)
             f"request_id must be that of the session's last request, {request_id!r}, got {request.request_id!r}",
             field="request_id",
         )
-    if request.resume_from is None and request.digest != digest:
+    if request.resume_from is None and not request.is_same_as(digest):
         raise InvalidRequest(f"request_id {request_id!r} was used for another request", field="request_id")
 
 

@@ -48,8 +48,8 @@ class SessionReplicas:
         self._agreed_len: dict[str, int] = {}
         self._assumed_len = 0
 
-    def target(self, excluded: Collection[TargetReplica] = ()) -> TargetReplica:
-        """The session's target replica.
+    def choose_target(self, excluded: Collection[TargetReplica] = ()) -> TargetReplica:
+        """The session's target replica: the one it has while that fits, else one that takes it now and counts it.
 
         Raises:
             Unavailable: no target replica of the session's model lives outside `excluded`.
@@ -64,7 +64,7 @@ class SessionReplicas:
         return self._target
 
     def has_target(self, excluded: Collection[TargetReplica]) -> bool:
-        """Whether `target` would find one."""
+        """Whether `choose_target` would find one."""
         return any(replica.takes_sessions and self._fits(replica, excluded) for replica in self._pools.targets())
 
     def _fits(self, replica: TargetReplica, excluded: Collection[TargetReplica]) -> bool:
@@ -75,8 +75,9 @@ class SessionReplicas:
             and replica not in excluded
         )
 
-    def draft(self) -> DraftReplica | None:
-        """The session's draft replica; None when its pool has none alive, or none that keeps its deadlines."""
+    def choose_draft(self) -> DraftReplica | None:
+        """The session's draft replica, as `choose_target`; None when its pool has none alive, or none that keeps its
+        deadlines."""
         if self._draft is not None and self._draft.is_in_use and self._draft.pool == self.draft_pool:
             return self._draft
         self._draft = choose_replica(self._session_id, self._pools.drafts(self.draft_pool))
@@ -96,7 +97,7 @@ class SessionReplicas:
         """Notes how many of the session's tokens a replica holds KV for."""
         self._agreed_len[replica.address] = agreed_len
 
-    def settle(self, length: int, *, assumed_len: int = 0) -> None:
+    def truncate_to(self, length: int, *, assumed_len: int = 0) -> None:
         """Notes that only the first `length` tokens are the session's: what replicas hold beyond is not agreed.
 
         Args:

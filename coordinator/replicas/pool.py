@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from coordinator.replicas.answer_count import AnswerCount
 from coordinator.replicas.lateness import Lateness
 from specdec.errors import NotFound, SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
@@ -47,10 +48,7 @@ class Replica(Generic[LinkT]):
         self.info: EngineInfo | None = None
         self.is_alive = False
         self.lateness = Lateness()
-        self.num_answered = 0
-        """Rounds it has answered this coordinator."""
-        self.num_rows = 0
-        """Positions in those answers."""
+        self.answers = AnswerCount()
         self._new_sessions = 0
         self._complaint = ""
         """What was last logged against it since it last fitted."""

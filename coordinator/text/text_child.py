@@ -52,7 +52,8 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with _bounded():
-        (text,), _ = render_jinja_template(
+        # transformers says that it gives one text; it gives one a conversation, and what the model is to learn.
+        (text,), _ = render_jinja_template(  # type: ignore[str-unpack]
             conversations=[messages],
             chat_template=setting["template"],
             add_generation_prompt=True,

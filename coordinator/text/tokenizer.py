@@ -109,7 +109,8 @@ class ServedTokenizer:
             return token_ids
         try:
             # Not verbose: the context limit is checked against the whole session later, and refused by name.
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            encoded: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            return encoded
         except BaseException as error:
             if not is_tokenizer_fault(error):
                 raise

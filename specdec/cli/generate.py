@@ -61,7 +61,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
             print(json.dumps(completion.to_dict(), ensure_ascii=False))
             return 0
         writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
-        with client.generate(args.prompt, stream=True, provenance=True, **request_options(args)) as stream:
+        options = request_options(args) | GenerateOptions(provenance=True)
+        with client.generate(args.prompt, stream=True, **options) as stream:
             for chunk in stream:
                 writer.write(chunk)
             completion = stream.result()

@@ -37,7 +37,7 @@ def check(channel: grpc.Channel, *, timeout_s: float = _TIMEOUT_S) -> str:
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
 def is_serving(channel: grpc.Channel) -> bool:

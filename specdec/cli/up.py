@@ -207,7 +207,8 @@ def _compare_vocabularies(target: str, draft: str, waiting: Waiting, stop: threa
 
     def compare() -> None:
         try:
-            outcome.set_result(require_same_vocabulary(target, draft))
+            require_same_vocabulary(target, draft)
+            outcome.set_result(None)
         except Exception as error:
             outcome.set_exception(error)
 

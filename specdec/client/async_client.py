@@ -64,7 +64,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             SpecdecError: the server refused, or the interruption outlasted its budget.
         """
         while not self._transcript.finished:
-            response = await self._retrying(self._read)
+            response: pb.GenerateResponse = await self._retrying(self._read)
             chunk = self._transcript.accept(response)
             self._recovery.answered(with_news=chunk is not None)
             if chunk is not None:
@@ -106,7 +106,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         if response is grpc.aio.EOF:
             self._call = None
             raise ended_early()
-        return response
+        message: pb.GenerateResponse = response
+        return message
 
 
 class AsyncClient:

@@ -104,7 +104,8 @@ class Stream(Iterator[Chunk]):
         if call is None:
             call = self._call = self._open_call(self._transcript.next_request())
         try:
-            return next(call)
+            response: pb.GenerateResponse = next(call)
+            return response
         except StopIteration:
             self._call = None
             raise ended_early() from None

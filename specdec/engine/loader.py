@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -235,7 +236,7 @@ def _load_config(model: str, directory: Path) -> PreTrainedConfig:
         raise InvalidRequest(f"model {model!r} has no config.json", field="model")
     try:
         # Never the checkpoint's own code; unset, transformers would ask on stdin.
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a hostile config.json raises whatever its class happens to
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise Unsupported(f"model {model!r} needs code of its own, which is never run") from error
@@ -256,16 +257,18 @@ def _load_model(
     model: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device
 ) -> PreTrainedModel:
     # Checked on the class: a model that ignores the switch would run its own attention, without our cache.
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if not model_class._supports_attention_backend:
         raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
     register_attention()
     register_probe()
     try:
         with _quietly():
-            loaded, report = AutoModelForCausalLM.from_pretrained(
+            # A pair where loading info is asked for, which its annotation does not know.
+            loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
                 trust_remote_code=False,
-            )  # fmt: skip
+            ))  # fmt: skip
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
         # A class that cannot even be made without weights is not the checkpoint's fault.
         with refusing_failures(config), _quietly(), torch.device("meta"):
@@ -274,14 +277,16 @@ def _load_model(
     if report["missing_keys"]:
         name = min(report["missing_keys"])
         raise InvalidRequest(f"model {model!r} lacks weights, {name} for one", field="model")
-    return loaded.to(device).eval()
+    # The decorator that transformers puts on `to` loses `self`.
+    placed: PreTrainedModel = loaded.to(device).eval()  # type: ignore[arg-type]
+    return placed
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keeps transformers' progress bars and reports off stderr: what is wrong comes as one error."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
         yield

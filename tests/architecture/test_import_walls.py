@@ -124,14 +124,20 @@ def test_a_file_imports_only_what_its_room_may(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_protobuf_types_stop_at_servicers_rpc_and_client(path: Path) -> None:
+def test_protobuf_types_stop_at_servicers_the_front_rpc_and_client(path: Path) -> None:
     relative = path.relative_to(ROOT)
-    if relative.name in ("servicer.py", "validation.py") or relative.parts[:2] in (
-        ("specdec", "rpc"),
-        ("specdec", "client"),
+    if (
+        relative.name == "servicer.py"
+        or relative.as_posix() == "coordinator/front/wire.py"
+        or relative.parts[:2]
+        in (
+            ("specdec", "rpc"),
+            ("specdec", "client"),
+        )
     ):
         return
-    imported = {name for name in imported_modules(path.read_text(), "") if name.startswith("specdec.v1")}
+    modules = imported_modules(path.read_text(), "")
+    imported = {name for name in modules if name.startswith(("specdec.v1", "google.protobuf"))}
     assert not imported, f"{relative} imports {sorted(imported)}"
 
 
@@ -155,6 +161,10 @@ def modules_of(package: str) -> list[str]:
 def test_the_coordinator_loads_neither_torch_nor_ray() -> None:
     loaded = loaded_after("\n".join(f"import {name}" for name in modules_of("coordinator")))
     assert not loaded & {"torch", "ray"}
+
+
+def test_a_front_without_grpc_can_check_its_requests_without_protobuf() -> None:
+    assert not loaded_after("import coordinator.front.validation") & {"google", "grpc"}
 
 
 def test_the_client_and_command_line_load_no_torch() -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -378,9 +379,16 @@ def test_the_children_of_a_killed_up_end_by_themselves() -> None:
     wait_until_gone(children)
 
 
-def test_the_store_of_up_is_reached_by_nobody_else_and_leaves_nothing(tmp_path: Path) -> None:
-    up, endpoint = start_up(TMPDIR=str(tmp_path))
-    (socket_path,) = tmp_path.glob("*/*.sock")
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves a socket's path room."""
+    with tempfile.TemporaryDirectory(prefix="sd-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_the_store_of_up_is_reached_by_nobody_else_and_leaves_nothing(short_folder: Path) -> None:
+    up, endpoint = start_up(TMPDIR=str(short_folder))
+    (socket_path,) = short_folder.glob("*/*.sock")
     assert socket_path.parent.stat().st_mode & 0o777 == 0o700
     # It listens on no port: whoever is on the machine may dial those.
     assert listening_ports(up.pid) == set()
@@ -389,7 +397,7 @@ def test_the_store_of_up_is_reached_by_nobody_else_and_leaves_nothing(tmp_path: 
     assert int(endpoint.rpartition(":")[2]) in services
     up.send_signal(signal.SIGTERM)
     assert up.wait(60) == 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_folder.iterdir()) == []
 
 
 def listening_ports(pid: int) -> set[int]:

@@ -237,7 +237,7 @@ async def test_a_call_past_its_deadline_leaves_no_work_behind() -> None:
     server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
     async with Rig() as rig:
         coordinator = await rig.coordinator()
-        servicer = CoordinatorServicer(coordinator.generation.admission, coordinator.pools, tokenizer, Mode.REJECTION)
+        servicer = CoordinatorServicer(coordinator.generations, coordinator.pools, tokenizer, Mode.REJECTION)
         servicer.add_to(server.grpc_server)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:

@@ -20,6 +20,7 @@ from tests.support.coordinator_rig import (
     Output,
     eventually,
     read_rest,
+    read_until,
     request,
     started_coordinator,
 )
@@ -57,7 +58,7 @@ async def read_to_the_cut(stream: Any, output: Output) -> grpc.aio.AioRpcError:
 
 async def test_a_reader_that_never_reads_is_cut_off_and_resumes_without_repeat_or_gap() -> None:
     async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
-        generations = coordinator.generation.admission
+        generations = coordinator.generations
         stream = stub.Generate(request(session_id="s", **LARGE))
         output = Output()
         output.add(await stream.read())
@@ -89,18 +90,23 @@ async def test_a_reader_that_never_reads_holds_up_no_other_reader_of_its_request
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_who_joins_late_gets_from_the_log_what_is_not_kept_any_more() -> None:
-    async with started_coordinator() as (_, coordinator):
+async def test_who_joins_late_gets_from_the_log_what_is_not_kept_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 100  # a starved machine lets readers fall a few rounds behind
+    monkeypatch.setattr(output_stream, "MAX_BUFFERED_TOKENS", kept)
+    async with started_coordinator() as (rig, coordinator):
         asked = request(session_id="s", request_id="r", max_new_tokens=400, gamma=2)
         first = asyncio.create_task(coordinator.generate(asked))
-        await eventually(lambda: any(g.stream.num_tokens > 2 * KEPT for g in coordinator.generations._running.values()))
-        joined, resumed = await asyncio.gather(
-            coordinator.generate(asked), coordinator.generate(request(None, session_id="s", resume_from=5))
-        )
+        await eventually(lambda: any(g.stream.num_tokens > 2 * kept for g in coordinator.generations._running.values()))
+        rig.target.worker.gate.clear()
+        late = coordinator.stub.Generate(asked)
+        resumed = coordinator.stub.Generate(request(None, session_id="s", resume_from=5))
+        outputs = [await read_until(late, 1), await read_until(resumed, 1)]
+        rig.target.worker.gate.set()
+        joined, later = await asyncio.gather(read_rest(late, outputs[0]), read_rest(resumed, outputs[1]))
         whole = await first
         assert (joined.token_ids, joined.text) == (whole.token_ids, whole.text)
-        assert resumed.chunks[0].index == 5
-        assert resumed.token_ids == whole.token_ids[5:]
+        assert later.chunks[0].index == 5
+        assert later.token_ids == whole.token_ids[5:]
         assert joined.finished.reason == whole.finished.reason == pb.FINISH_REASON_LENGTH
 
 

@@ -18,7 +18,7 @@ import transformers
 from tests.support.architecture_rig import judge
 from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 _VERSION_LINE = "The list is that of transformers {version}, "
 
 _HEAD = """# Models

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -52,7 +53,8 @@ class VarlenAttention:
         # Not in every torch that we run on.
         from torch.nn.attention.varlen import varlen_attn
 
-        self._varlen_attn = varlen_attn
+        # It gives a pair only where `return_aux` is asked for.
+        self._varlen_attn = cast(Callable[..., torch.Tensor], varlen_attn)
         self._cache = cache
         self._layer_kinds = tuple(layer_kinds)
 

@@ -192,7 +192,7 @@ def _export(graph: StepGraph, inputs: StepInputs) -> torch.export.ExportedProgra
     contexts = [
         {0: torch.export.Dim(f"context_{kind}", min=MIN_BLOCKS, max=MAX_BLOCKS)} for kind in range(graph.num_kinds)
     ]
-    shapes = ({}, {}, contexts, [{0: num_blocks} for _ in inputs[3]])
+    shapes: tuple[object, ...] = ({}, {}, contexts, [{0: num_blocks} for _ in inputs[3]])
     return torch.export.export(graph, inputs, dynamic_shapes=shapes, strict=False)
 
 

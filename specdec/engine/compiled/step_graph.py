@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.int8_projection import Int8Projection
+from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.types import BLOCK_TOKENS
 
 #: What a layer's linear layers become.
@@ -25,6 +26,9 @@ _MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
 
 class StepGraph(nn.Module):
     """The weights of a model that `LlamaStack.fits`, fused but in the layout of the checkpoint."""
+
+    _frequencies: torch.Tensor
+    _embedding: torch.Tensor
 
     def __init__(self, model: PreTrainedModel, layer_kinds: Sequence[AttentionKind], *, is_int8: bool) -> None:
         """Copies what it fuses and shares the rest with `model`, which stays as it is.
@@ -106,6 +110,9 @@ class _Mask:
 class _Product(nn.Module):
     """x [..., in] -> x W^T + b [..., out]."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.register_buffer("weight", weight.detach())
@@ -117,6 +124,8 @@ class _Product(nn.Module):
 
 class _RmsNorm(nn.Module):
     """Root mean square normalisation over the last dimension, in float32."""
+
+    _gains: torch.Tensor
 
     def __init__(self, gains: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -131,7 +140,7 @@ class _RmsNorm(nn.Module):
 class _Layer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, layer: nn.Module, make: _MakeProduct) -> None:
+    def __init__(self, layer: LlamaLayer, make: _MakeProduct) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._head_dim = attention.head_dim
@@ -148,7 +157,7 @@ class _Layer(nn.Module):
         self._down = make(mlp.down_proj.weight, mlp.down_proj.bias)
         self._activation = mlp.act_fn
         self._qk_norm = None
-        if hasattr(attention, "q_norm"):
+        if has_qk_norm(attention):
             q, k = attention.q_norm.weight, attention.k_norm.weight
             gains = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
             self._qk_norm = _RmsNorm(gains, attention.q_norm.variance_epsilon)
@@ -194,6 +203,6 @@ class _Layer(nn.Module):
 
 def _fused(linears: Sequence[nn.Linear], make: _MakeProduct) -> nn.Module:
     """One product whose outputs are those of several that share their input, side by side."""
-    biases = [layer.bias for layer in linears]
+    biases: list[torch.Tensor] = [layer.bias for layer in linears]
     bias = None if any(bias is None for bias in biases) else torch.cat(biases)
     return make(torch.cat([layer.weight for layer in linears]), bias)

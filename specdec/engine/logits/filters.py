@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_device
-from specdec.types import SamplingFilters
+from specdec.types import SamplingFilters, TokenIds
 
 MemberT = TypeVar("MemberT")
 
@@ -39,7 +39,7 @@ class FilterContext:
     """What a row's distribution depends on besides its logits."""
 
     filters: SamplingFilters
-    history: Sequence[int]
+    history: Sequence[int] | TokenIds
     """All session tokens before the row's position, draft tokens included."""
     output_start: int
     """Position of this turn's first output token."""
@@ -179,7 +179,7 @@ def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> 
 
 
 def row_and_column(
-    scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.int64]]]
+    scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and column indices of many (row, ids), for one gather or scatter."""
     pairs = list(ids_by_row)

@@ -190,14 +190,16 @@ def _noise_keys(
 def _possible_winners(distributions: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and ids of the entries that may win their row, row by row, ids ascending: at least one of each row."""
     if distributions.numel() <= _FEW_ENTRIES:
-        return distributions.nonzero(as_tuple=True)
+        rows, ids = distributions.nonzero(as_tuple=True)
+        return rows, ids
     bounds = _score_bounds(distributions, keys)  # [R, V]
     likely = bounds.argmax(dim=-1)
     reached = _entry_scores(
         distributions, keys, torch.arange(len(distributions), device=distributions.device), likely
     ).exp_()
     # No other token can win; the slack is for rounding, here and in the exponential.
-    return (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
+    rows, ids = (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
+    return rows, ids
 
 
 def _entry_scores(

@@ -127,7 +127,7 @@ def build_batch(
     )
 
 
-def _index(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+def _index(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
 
 

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, 
 
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
+from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
 from specdec.engine.model.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -48,7 +49,7 @@ class LlamaStack:
             biased = {name for name in ("q_proj", "k_proj", "v_proj") if f"{name}.bias" in names}
             if names - allowed or len(biased) not in (0, 3):
                 return False
-        return model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim
+        return bool(model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim)
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
         hidden = embedding(batch.token_ids[0], self._embedding)  # [T, hidden]
@@ -60,13 +61,14 @@ class LlamaStack:
         for layer in self._layers:
             hidden = layer(hidden, cos, signed_sin, context)
         rows = hidden.index_select(0, batch.logit_rows)  # [R, hidden]
-        return self._head(self._norm(rows))
+        logits: torch.Tensor = self._head(self._norm(rows))
+        return logits
 
 
 class _RmsNorm:
     """Root mean square normalisation over the last dimension, in as few operations as the device allows."""
 
-    def __init__(self, norm: nn.Module, gains: torch.Tensor | None = None) -> None:
+    def __init__(self, norm: LlamaNorm, gains: torch.Tensor | None = None) -> None:
         """gains: [..., width] instead of the module's own weight."""
         self._gains = norm.weight.detach() if gains is None else gains
         self._width = self._gains.shape[-1]
@@ -86,7 +88,7 @@ class _RmsNorm:
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, layer: nn.Module, index: int, make: ProjectionMaker) -> None:
+    def __init__(self, layer: LlamaLayer, index: int, make: ProjectionMaker) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
         self._head_dim = attention.head_dim
@@ -102,7 +104,7 @@ class _Layer:
         self._width = mlp.gate_proj.out_features
         self._activation = mlp.act_fn
         self._qk_norm = None
-        if hasattr(attention, "q_norm"):
+        if has_qk_norm(attention):
             q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
             gains = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
             self._qk_norm = _RmsNorm(attention.q_norm, gains)

@@ -48,7 +48,8 @@ class TransformersForward:
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
             )
-        return output.logits[0]
+        logits: torch.Tensor = output.logits[0]  # [R, V]
+        return logits
 
 
 class ModelRunner:

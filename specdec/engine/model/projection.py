@@ -50,22 +50,29 @@ class Projection(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """[out, in], for modules that look at the weights of their linear layers; made anew where need be."""
-        return self.blocked.to_dense() if self.weight_t is None else self.weight_t.t()
+        if self.weight_t is not None:
+            return self.weight_t.t()
+        assert self.blocked is not None
+        return self.blocked.to_dense()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._prefers_plain(x):
+            assert self.weight_t is not None
             if self.bias is None:
                 return x @ self.weight_t
             flat = torch.addmm(self.bias, x.reshape(-1, self.in_features), self.weight_t)
             return flat.view(*x.shape[:-1], self.out_features)
-        return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+        return product
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [T, out] + forward(x [T, in])."""
         if self._prefers_plain(x):
+            assert self.weight_t is not None
             output = torch.addmm(residual, x, self.weight_t)
             return output if self.bias is None else output.add_(self.bias)
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.blocked, self.bias, "add")
+        total: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.blocked, self.bias, "add")
+        return total
 
     def _prefers_plain(self, x: torch.Tensor) -> bool:
         return self.blocked is None or (self.weight_t is not None and x.numel() <= _FEW_ROWS * self.in_features)
@@ -79,7 +86,8 @@ def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
     """oneDNN's layout of a weight; None where the product would not use it."""
     if weight.device.type != "cpu" or weight.dtype == torch.float16 or not torch.backends.mkldnn.is_available():
         return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+    blocked: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+    return blocked
 
 
 def keeps_both_layouts(model: nn.Module) -> bool:

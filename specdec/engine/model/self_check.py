@@ -176,7 +176,8 @@ def _block_tables(lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _run(model: PreTrainedModel, tokens: Sequence[int], vocabulary_size: int) -> torch.Tensor:
     output = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
-    return output.logits[0, :, :vocabulary_size].float()
+    logits: torch.Tensor = output.logits[0, :, :vocabulary_size]
+    return logits.float()
 
 
 @contextmanager
@@ -184,13 +185,14 @@ def _rounded_weights(
     model: PreTrainedModel, round_weight: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> Iterator[None]:
     """Within it, linear layers multiply with rounded weights, made as they are needed."""
-    kept: dict[nn.Module, torch.Tensor] = {}
+    kept: dict[nn.Linear, torch.Tensor] = {}
 
-    def before(module: nn.Module, _: object) -> None:
+    def before(module: nn.Linear, _: object) -> None:
+        assert round_weight is not None  # else there are no hooks
         kept[module] = module.weight.data
         module.weight.data = round_weight(kept[module])
 
-    def after(module: nn.Module, *_: object) -> None:
+    def after(module: nn.Linear, *_: object) -> None:
         module.weight.data = kept.pop(module)
 
     linears = [] if round_weight is None else inner_linears(model)

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from itertools import accumulate, chain
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache
+from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.types import BLOCK_TOKENS
 
@@ -132,11 +134,11 @@ class NativeRunner:
         self._library = library
         library.specdec_step.argtypes = [POINTER(_Model), POINTER(_Batch), c_int]
         self._cache = cache
-        self._panel = library.specdec_panel()
-        self._group = library.specdec_group()
-        self._max_queries = library.specdec_max_queries()
+        self._panel: int = library.specdec_panel()
+        self._group: int = library.specdec_group()
+        self._max_queries: int = library.specdec_max_queries()
         self._kept: list[torch.Tensor] = []  # what the structures point to
-        self._num_embeddings = model.get_input_embeddings().weight.shape[0]
+        self._num_embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._model = self._describe_model(model, kinds, is_int8)
         self._batch = _Batch()
         self._numbers = np.empty(0, dtype=np.int64)
@@ -277,10 +279,10 @@ class NativeRunner:
             scaling=first.scaling,
         )
 
-    def _describe_layer(self, layer: nn.Module, index: int, kind: AttentionKind, is_int8: bool) -> _Layer:
+    def _describe_layer(self, layer: LlamaLayer, index: int, kind: AttentionKind, is_int8: bool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         qk_gains = None
-        if hasattr(attention, "q_norm"):
+        if has_qk_norm(attention):
             heads = attention.q_proj.out_features // attention.head_dim
             kv_heads = attention.k_proj.out_features // attention.head_dim
             q, k = attention.q_norm.weight, attention.k_norm.weight

@@ -48,14 +48,14 @@ class Timeline:
     """A thread that runs actions at absolute `time.monotonic()` times, in their order."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._events: list[tuple[float, int, Callable[[float], object]]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._is_ended = False
         self._thread = threading.Thread(target=self._run, name="simulated-device", daemon=True)
         self._thread.start()
 
-    def at(self, due_s: float, action: Callable[[float], None]) -> None:
+    def at(self, due_s: float, action: Callable[[float], object]) -> None:
         """Runs `action(due_s)` at that time or as soon after it as can be. From any thread."""
         with self._wake:
             heapq.heappush(self._events, (due_s, next(self._order), action))
@@ -74,7 +74,7 @@ class Timeline:
             due_s, _, action = event
             action(due_s)
 
-    def _next(self) -> tuple[float, int, Callable[[float], None]] | None:
+    def _next(self) -> tuple[float, int, Callable[[float], object]] | None:
         with self._wake:
             while not self._is_ended:
                 left_s = self._events[0][0] - time.monotonic() if self._events else None

@@ -19,14 +19,15 @@ from typing import Any, cast
 
 import numpy as np
 
+from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, check_token_ids, digest_of
+from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.engine.simulated.device import Branches, ForwardTime
 from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
 from specdec.errors import InvalidRequest
-from specdec.types import Proposal, ProposeRequest, SessionPosition, Verification, VerifyRequest
+from specdec.types import DistributionRow, Proposal, ProposeRequest, SessionPosition, Verification, VerifyRequest
 
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
@@ -154,7 +155,7 @@ def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cache
 def _look(text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int) -> Verification:
     asked, num_rows = request.position, len(request.draft_token_ids) + 1
     choices, probabilities = NO_TOKENS, _NO_PROBABILITIES
-    rows = ()
+    rows: tuple[DistributionRow, ...] = ()
     positions = range(asked.committed_len, asked.committed_len + num_rows)
     if asked.carries_distributions:
         uniforms = DrawKey(asked.seed, asked.turn, asked.committed_len).tail_uniforms(num_rows - 1)

@@ -79,14 +79,14 @@ async def test_a_session_sticks_until_its_replica_fails(rig: Rig) -> None:
     pools = await connect(rig)
     replicas = SessionReplicas("s", pools)
     replicas.target_fingerprint = "table-0-table"
-    first = replicas.target()
-    assert {replicas.target() for _ in range(5)} == {first}
+    first = replicas.choose_target()
+    assert {replicas.choose_target() for _ in range(5)} == {first}
     first.fail(Unavailable("gone"))
-    second = replicas.target()
+    second = replicas.choose_target()
     assert second is not first
-    assert replicas.target([second]) is not second
+    assert replicas.choose_target([second]) is not second
     with pytest.raises(Unavailable):
-        replicas.target(pools.targets())
+        replicas.choose_target(pools.targets())
     await pools.close()
 
 
@@ -95,7 +95,7 @@ async def test_no_failover_changes_the_sessions_model(rig: Rig) -> None:
     replicas = SessionReplicas("s", pools)
     replicas.target_fingerprint = "another"
     with pytest.raises(Unavailable, match="no target replica that serves the session's model"):
-        replicas.target()
+        replicas.choose_target()
     assert not replicas.has_target(())
     await pools.close()
 
@@ -118,10 +118,10 @@ def test_only_what_a_replica_may_lack_is_sent() -> None:
     replicas.learn(replica, 8)
     assert replicas.start_for(replica, 10) == 8
     assert replicas.start_for(replica, 8) == 7
-    replicas.settle(6)
+    replicas.truncate_to(6)
     assert replicas.start_for(replica, 10) == 6
     assert replicas.start_for(make_replica("b:1"), 10) == 0
-    replicas.settle(10, assumed_len=9)
+    replicas.truncate_to(10, assumed_len=9)
     assert replicas.start_for(make_replica("b:1"), 10) == 9
 
 

@@ -29,7 +29,6 @@ def ask(*, max_new_tokens: int = 0, seed: int | None = None, **input_: object) -
     return GenerationRequest(
         session_id="s",
         request_id="r",
-        digest="",
         sampling=SamplingParams(max_new_tokens=max_new_tokens, seed=seed or 0),
         is_seeded=seed is not None,
         speculation=SpeculationChoice(Mode.REJECTION, None, ""),

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
 from coordinator.front.validation import ServingLimits, validate_request, validate_session_id
+from coordinator.front.wire import decode_request
+from coordinator.requests import GenerationRequest
 from specdec.errors import InvalidRequest
 from specdec.types import Mode, SamplingFilters
 from specdec.v1 import coordinator_pb2 as pb
@@ -15,6 +18,10 @@ from specdec.v1 import coordinator_pb2 as pb
 LIMITS = ServingLimits(
     vocabulary_size=100, max_context_tokens=64, max_gamma=8, eos_token_ids=(1, 2), default_mode=Mode.BLOCK
 )
+
+
+def validated(message: pb.GenerateRequest) -> GenerationRequest:
+    return validate_request(decode_request(message), LIMITS)
 
 
 def sampling(**fields: Any) -> pb.GenerateRequest:
@@ -80,7 +87,7 @@ def chat(*roles: str) -> pb.GenerateRequest:
 )
 def test_a_bad_field_is_refused_with_its_name_and_limit(request_: pb.GenerateRequest, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        validate_request(request_, LIMITS)
+        validated(request_)
     assert caught.value.field == field
     assert caught.value.reason == "INVALID_REQUEST"
     assert message in caught.value.message
@@ -89,12 +96,12 @@ def test_a_bad_field_is_refused_with_its_name_and_limit(request_: pb.GenerateReq
 
 def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at() -> None:
     with pytest.raises(InvalidRequest, match="it holds 64 tokens, the context is 64") as caught:
-        validate_request(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[100] * 64)), LIMITS)
+        validated(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[100] * 64)))
     assert (caught.value.reason, caught.value.field) == ("CONTEXT_TOO_LONG", "prompt_token_ids")
 
 
 def test_an_empty_sampling_message_means_the_documented_defaults() -> None:
-    request = validate_request(pb.GenerateRequest(prompt="hello"), LIMITS)
+    request = validated(pb.GenerateRequest(prompt="hello"))
     assert request.text == "hello"
     assert request.sampling.filters == SamplingFilters()
     assert request.sampling.num_logprobs is None
@@ -104,7 +111,7 @@ def test_an_empty_sampling_message_means_the_documented_defaults() -> None:
 
 
 def test_set_fields_arrive_as_they_were_set() -> None:
-    request = validate_request(
+    request = validated(
         pb.GenerateRequest(
             session_id="s",
             request_id="r",
@@ -119,8 +126,7 @@ def test_set_fields_arrive_as_they_were_set() -> None:
                 logit_bias={3: -2},
             ),
             speculation=pb.SpeculationParams(mode=pb.SPECULATION_MODE_OFF, gamma=0, draft_pool="small"),
-        ),
-        LIMITS,
+        )
     )
     assert request.token_ids is not None
     assert request.token_ids.tolist() == [7, 8]
@@ -136,16 +142,101 @@ def test_set_fields_arrive_as_they_were_set() -> None:
 
 
 def test_top_k_beyond_the_vocabulary_is_off() -> None:
-    assert validate_request(sampling(top_k=100), LIMITS).sampling.filters.top_k == 0
+    assert validated(sampling(top_k=100)).sampling.filters.top_k == 0
 
 
 def test_a_retry_has_the_same_digest_and_another_request_has_not() -> None:
     first = sampling(seed=1, logit_bias={3: 1.0, 4: 2.0})
     retry = sampling(seed=1, logit_bias={4: 2.0, 3: 1.0})
     retry.session_id, retry.request_id, retry.return_provenance, retry.expected_session_tokens = "s", "r", True, 9
-    other = sampling(seed=2, logit_bias={3: 1.0, 4: 2.0})
-    digests = [validate_request(request, LIMITS).digest for request in (first, retry, other)]
-    assert digests[0] == digests[1] != digests[2]
+    digest = validated(first).digest
+    assert digest == validated(retry).digest
+    others = [
+        sampling(seed=2, logit_bias={3: 1.0, 4: 2.0}),
+        sampling(logit_bias={3: 1.0, 4: 2.0}),
+        sampling(seed=1, logit_bias={3: 1.0, 4: 2.0}, temperature=0.0),
+        sampling(seed=1, logit_bias={3: 1.0, 4: 2.0}, stop=["x"]),
+        pb.GenerateRequest(prompt="hello!", sampling=first.sampling),
+        pb.GenerateRequest(messages=chat("user").messages, sampling=first.sampling),
+        pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5]), sampling=first.sampling),
+        pb.GenerateRequest(prompt="hello", sampling=first.sampling, speculation=pb.SpeculationParams(gamma=0)),
+    ]
+    digests = [validated(other).digest for other in others]
+    assert len({digest, *digests}) == 1 + len(others)
+
+
+def test_digests_are_what_records_hold() -> None:
+    """Written down once: a digest that moves makes every stored request another one, to whoever retries it."""
+    request = pb.GenerateRequest(
+        session_id="s",
+        request_id="r",
+        prompt_token_ids=pb.TokenIds(ids=[7, 8]),
+        sampling=pb.SamplingParams(
+            max_new_tokens=9,
+            min_new_tokens=2,
+            temperature=0.0,
+            top_p=0.9,
+            top_k=5,
+            min_p=0.25,
+            repetition_penalty=1.1,
+            presence_penalty=-0.5,
+            frequency_penalty=0.5,
+            logit_bias={3: -2, 4: 0.5},
+            seed=2**64 - 1,
+            stop=["é"],
+            stop_token_ids=[9],
+            ignore_eos=True,
+            logprobs=0,
+        ),
+        speculation=pb.SpeculationParams(mode=pb.SPECULATION_MODE_OFF, gamma=0, draft_pool="small", task="chat"),
+        return_provenance=True,
+        expected_session_tokens=3,
+    )
+    every_field, few = validated(request), validated(pb.GenerateRequest(prompt="hello"))
+    assert (every_field.digest, few.digest) == (
+        "2:2d6a885593dbbe31b033405f09877e1d",
+        "2:f057d67f2dd5a9c1e24e0d6907d8ad22",
+    )
+    assert (every_field.former_digests, few.former_digests) == (
+        ("2164242a50dc17f4c58c558a34c8c394",),
+        ("bcccbdfbc4558d1c0c378a2835f13ec4",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "message"),
+    [
+        (AskedGeneration(prompt="x", prompt_token_ids=[1]), "input", "got prompt and prompt_token_ids"),
+        (AskedGeneration(prompt_token_ids=[5, -1]), "prompt_token_ids", "must be at least 0 and below"),
+        (AskedGeneration(prompt_token_ids=[2**40]), "prompt_token_ids", "size 100, got 1099511627776"),
+        (AskedGeneration(session_id="s", resume_from=-1), "resume_from", "must be at least 0, got -1"),
+        (AskedGeneration(prompt="x", expected_session_tokens=-1), "expected_session_tokens", "at least 0, got -1"),
+        (AskedGeneration(prompt="x", sampling=AskedSampling(seed=2**64)), "sampling.seed", f"at most {2**64 - 1}"),
+        (AskedGeneration(prompt="x", sampling=AskedSampling(seed=-1)), "sampling.seed", "at least 0"),
+        (AskedGeneration(prompt="x", sampling=AskedSampling(max_new_tokens=-1)), "sampling.max_new_tokens", "got -1"),
+        (AskedGeneration(prompt="x", sampling=AskedSampling(top_k=-1)), "sampling.top_k", "at least 0, got -1"),
+        (AskedGeneration(prompt="x", sampling=AskedSampling(logprobs=-1)), "sampling.logprobs", "at least 0, got -1"),
+        (AskedGeneration(prompt="x", sampling=AskedSampling(stop_token_ids=[-1])), "sampling.stop_token_ids", "got -1"),
+        (AskedGeneration(prompt="x", speculation=AskedSpeculation(gamma=-1)), "speculation.gamma", "got -1"),
+        (AskedGeneration(prompt="x", speculation=AskedSpeculation(mode=-1)), "speculation.mode", "got -1"),
+    ],
+)
+def test_what_protobuf_cannot_say_is_refused_from_other_fronts(
+    asked: AskedGeneration, field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate_request(asked, LIMITS)
+    assert caught.value.field == field
+    assert message in caught.value.message
+
+
+def test_a_request_without_protobuf_is_the_same_request() -> None:
+    asked = AskedGeneration(
+        session_id="s", prompt="hello", sampling=AskedSampling(temperature=0.5, seed=3), speculation=AskedSpeculation()
+    )
+    message = pb.GenerateRequest(session_id="s", prompt="hello", sampling=pb.SamplingParams(temperature=0.5, seed=3))
+    assert validate_request(asked, LIMITS).digest == validated(message).digest
+    assert validate_request(asked, LIMITS).sampling == validated(message).sampling
 
 
 def test_a_call_about_a_session_needs_its_id() -> None:

@@ -1,0 +1,206 @@
+"""Clients' protobuf: request messages to plain dataclasses, events and records to messages.
+
+A request goes from here to `validation`; an event comes here last, from a generation's `stream`, and is written to the
+client. Not here: any check (`validation`), except of how many there are of what is gone through; the calls themselves
+(`servicer`, the only caller).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, cast
+
+from google.protobuf.message import Message
+
+from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
+from coordinator.front.validation import check_num_messages
+from coordinator.generation.request_log import decode_stats
+from coordinator.replicas.pool import DRAFT, Replica
+from coordinator.requests import ChatTurn, Event, Finished, OutputChunk, RequestStats, Started
+from specdec.state.store import SessionRecord
+from specdec.types import TokenSource
+from specdec.v1 import coordinator_pb2
+
+#: Sources whose token the draft pool had a part in.
+_DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
+
+#: Fields of a request that do not decide its output.
+_NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens")
+
+
+def decode_request(message: coordinator_pb2.GenerateRequest) -> AskedGeneration:
+    """Reads a request. Raises InvalidRequest only where there are too many messages to be gone through."""
+    kind = message.WhichOneof("input")
+    return AskedGeneration(
+        session_id=message.session_id,
+        request_id=message.request_id,
+        prompt=message.prompt if kind == "prompt" else None,
+        prompt_token_ids=message.prompt_token_ids.ids if kind == "prompt_token_ids" else None,
+        messages=decode_messages(message.messages) if kind == "messages" else None,
+        sampling=_decode_sampling(message.sampling),
+        speculation=_decode_speculation(message.speculation),
+        resume_from=_optional(message, "resume_from"),
+        expected_session_tokens=_optional(message, "expected_session_tokens"),
+        former_digests=(_digest_of_form_1(message),),
+    )
+
+
+def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
+    """Reads a conversation. Raises InvalidRequest when it is empty or too long."""
+    check_num_messages(len(messages.messages))
+    return tuple(ChatTurn(message.role, message.content) for message in messages.messages)
+
+
+def _decode_sampling(params: coordinator_pb2.SamplingParams) -> AskedSampling:
+    return AskedSampling(
+        max_new_tokens=params.max_new_tokens,
+        min_new_tokens=params.min_new_tokens,
+        temperature=_optional(params, "temperature"),
+        top_p=_optional(params, "top_p"),
+        top_k=_optional(params, "top_k"),
+        min_p=_optional(params, "min_p"),
+        repetition_penalty=_optional(params, "repetition_penalty"),
+        presence_penalty=_optional(params, "presence_penalty"),
+        frequency_penalty=_optional(params, "frequency_penalty"),
+        logit_bias=params.logit_bias,
+        seed=_optional(params, "seed"),
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=_optional(params, "logprobs"),
+    )
+
+
+def _decode_speculation(params: coordinator_pb2.SpeculationParams) -> AskedSpeculation:
+    return AskedSpeculation(
+        mode=int(params.mode),
+        gamma=_optional(params, "gamma"),
+        draft_pool=params.draft_pool,
+        task=params.task,
+    )
+
+
+def _optional(message: Message, field: str) -> Any:
+    """A field's value, None where it was not sent."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def _digest_of_form_1(message: coordinator_pb2.GenerateRequest) -> str:
+    """The digest that versions before `digest` stored: requests that began there are retried here."""
+    asked = coordinator_pb2.GenerateRequest()
+    asked.CopyFrom(message)
+    for field in _NOT_DIGESTED:
+        asked.ClearField(field)
+    return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+
+
+def encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.GenerateResponse:
+    """One message of a stream; `with_details`: where each token came from, too."""
+    if isinstance(event, OutputChunk):
+        return _encode_chunk(event, with_details=with_details)
+    if isinstance(event, Started):
+        return coordinator_pb2.GenerateResponse(
+            started=coordinator_pb2.Started(
+                session_id=event.session_id,
+                request_id=event.request_id,
+                num_prompt_tokens=event.num_prompt_tokens,
+                seed=event.seed,
+                target_fingerprint=event.target_fingerprint,
+                target_changed=event.target_changed,
+            )
+        )
+    return coordinator_pb2.GenerateResponse(finished=_encode_finished(event))
+
+
+def _encode_chunk(chunk: OutputChunk, *, with_details: bool) -> coordinator_pb2.GenerateResponse:
+    response = coordinator_pb2.GenerateResponse()
+    message = response.tokens
+    message.index = chunk.start
+    message.token_ids.extend(chunk.token_ids)
+    message.text = "".join(chunk.texts)
+    if with_details:
+        message.details.extend(_encode_detail(chunk, index) for index in range(len(chunk.token_ids)))
+    return response
+
+
+def _encode_detail(chunk: OutputChunk, index: int) -> coordinator_pb2.TokenDetail:
+    """A token replayed from the log has its text alone: where it came from is not stored."""
+    origin = chunk.provenance
+    if origin is None:
+        return coordinator_pb2.TokenDetail(text=chunk.texts[index])
+    source = origin.sources[index]
+    detail = coordinator_pb2.TokenDetail(
+        source=cast("coordinator_pb2.TokenSource", int(source)),
+        p=origin.p[index],
+        q=origin.q[index],
+        draft_pool=origin.draft_pool if source in _DRAFTED else "",
+        text=chunk.texts[index],
+    )
+    if origin.logprobs:
+        detail.logprob = origin.logprobs[index].logprob
+        for top in origin.logprobs[index].top:
+            detail.top_logprobs.add(token_id=top.token_id, logprob=top.logprob)
+    return detail
+
+
+def _encode_finished(finished: Finished) -> coordinator_pb2.Finished:
+    return coordinator_pb2.Finished(
+        reason=cast("coordinator_pb2.FinishReason", int(finished.reason)),
+        usage=coordinator_pb2.Usage(
+            num_prompt_tokens=finished.num_prompt_tokens,
+            num_output_tokens=finished.num_output_tokens,
+            num_cached_prompt_tokens=finished.stats.num_cached_prompt_tokens,
+        ),
+        stats=_encode_stats(finished.stats),
+    )
+
+
+def _encode_stats(stats: RequestStats) -> coordinator_pb2.GenerationStats:
+    return coordinator_pb2.GenerationStats(
+        num_rounds=stats.num_rounds,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        accepted_per_position=stats.accepted_per_position,
+        num_target_only_steps=stats.num_target_only_steps,
+        ttft_s=stats.ttft_s,
+        e2el_s=stats.e2el_s,
+        draft_s=stats.draft_s,
+        verify_s=stats.verify_s,
+        wire_bytes=stats.wire_bytes,
+    )
+
+
+def encode_session(record: SessionRecord, token_ids: Iterable[int]) -> coordinator_pb2.GetSessionResponse:
+    """A session's record; `token_ids`: those to be told, if any."""
+    last = record.request
+    return coordinator_pb2.GetSessionResponse(
+        session_id=record.session_id,
+        status=record.status,
+        num_tokens=record.num_tokens,
+        token_ids=[int(token_id) for token_id in token_ids],
+        turn=last.turn if last else 0,
+        expires_in_s=record.expires_in_s,
+        stats=_encode_stats(decode_stats(last.stats_json)) if last else None,
+    )
+
+
+def encode_pools(replicas: Iterable[Replica[Any]]) -> list[coordinator_pb2.PoolInfo]:
+    """The live ones of the replicas, by role and pool."""
+    pools: dict[tuple[str, str], coordinator_pb2.PoolInfo] = {}
+    for replica in replicas:
+        engine = replica.info
+        if engine is None or not replica.is_alive:
+            continue
+        pool = pools.setdefault(
+            (replica.role, engine.pool),
+            coordinator_pb2.PoolInfo(name=engine.pool, role=replica.role, model=engine.model),
+        )
+        pool.replicas.add(
+            replica_id=engine.replica_id,
+            address=replica.address,
+            draining=engine.draining,
+            num_sessions=engine.num_sessions,
+            kv_usage=engine.kv_usage,
+        )
+    return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))

@@ -1,0 +1,34 @@
+"""What all rounds of one request have in common. Not here: what changes from round to round (`session_calls`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.types import DrawRule, Mode, SamplingFilters, carries_distributions
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSetting:
+    """Fixed when the request begins or is resumed."""
+
+    session_id: str
+    epoch: int
+    turn: int
+    output_start: int
+    filters: SamplingFilters
+    seed: int
+    mode: Mode
+    num_logprobs: int | None
+    vocabulary_size: int
+    """The target's."""
+    draft_timeout_s: float | None
+    """The longest that a round waits for its draft; None: until the draft answers or dies."""
+
+    @property
+    def draw_rule(self) -> DrawRule:
+        return DrawRule.COUPLED if self.mode in (Mode.COUPLED, Mode.OFF) else DrawRule.DISTRIBUTION
+
+    @property
+    def answers_choices(self) -> bool:
+        """Whether the target answers with token choices instead of distributions."""
+        return not carries_distributions(self.filters, self.draw_rule)

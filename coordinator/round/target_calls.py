@@ -1,0 +1,101 @@
+"""A round's call to its target replica, and to another one where that fails.
+
+The call goes through `session_calls` to the target service (`target_service/servicer`); its verification goes back to
+`runner`, which decides. Not here: which replica it is (`replicas/placement`), what an answer must be (`answers`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable
+from functools import partial
+from typing import NamedTuple
+
+from coordinator.replicas.answer_count import AnswerMark, OtherAnswers
+from coordinator.replicas.placement import SessionReplicas
+from coordinator.replicas.pool import TargetReplica
+from coordinator.round.answers import check_verification, target_fault
+from coordinator.round.session_calls import SessionCalls
+from coordinator.round.setting import RoundSetting
+from specdec.core.packed import pack_supports
+from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
+from specdec.rpc.calls import WireCount
+from specdec.types import Proposal, SessionPosition, Verification, VerifyRequest
+
+_log = logging.getLogger(__name__)
+
+
+class TargetAnswer(NamedTuple):
+    """A verification and what it took."""
+
+    replica: TargetReplica
+    verification: Verification
+    wait_s: float
+    """For all replicas that were asked."""
+    others: OtherAnswers
+    """What the replica answered for others since its last answer to this request."""
+
+
+class TargetCalls:
+    """The target calls of one request's rounds. One round at a time."""
+
+    def __init__(self, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls) -> None:
+        self._setting = setting
+        self._replicas = replicas
+        self._calls = calls
+        self._last_answer: AnswerMark | None = None
+
+    async def verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> TargetAnswer:
+        """Asks the session's target replica, then others while there are any.
+
+        Args:
+            round_id: of the round.
+            proposal: of the draft; empty in a target-only step.
+            wire: counts the calls' bytes.
+
+        Raises: as `RoundRunner.run`.
+        """
+        began = time.perf_counter()
+        failed: list[TargetReplica] = []
+        while True:
+            replica = self._replicas.choose_target(failed)
+            try:
+                verification = await self._calls.ask(replica, round_id, partial(self._send, replica, proposal, wire))
+                check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
+            # Internal too: a device that failed once tends to go on failing, and another replica may serve.
+            except SpecdecError as failure:
+                failed.append(replica)
+                self._note_failure(replica, failure, failed)
+            else:
+                num_rows = len(proposal.draft_token_ids) + 1
+                self._last_answer, others = replica.answers.note(num_rows, since=self._last_answer)
+                return TargetAnswer(replica, verification, time.perf_counter() - began, others)
+
+    def _send(
+        self, replica: TargetReplica, proposal: Proposal, wire: WireCount, position: SessionPosition
+    ) -> Awaitable[Verification]:
+        request = VerifyRequest(
+            position=position,
+            draft_token_ids=proposal.draft_token_ids,
+            support_ids=pack_supports(proposal.draft_token_ids.tolist(), proposal.supports).ids,
+            num_logprobs=self._setting.num_logprobs,
+        )
+        return replica.link.verify(request, wire, model=self._replicas.target_fingerprint)
+
+    def _note_failure(self, replica: TargetReplica, failure: SpecdecError, failed: list[TargetReplica]) -> None:
+        """Returns where another replica may serve; raises what the failure means where none can."""
+        error = target_fault(failure, replica.address)
+        if isinstance(error, StaleEpoch):
+            raise failure
+        _log.warning("target replica %s did not verify: %s", replica.address, error)
+        if error.reason == "REPLICA_UNAVAILABLE":
+            replica.fail(error)
+        self._replicas.learn(replica, 0)
+        if self._replicas.has_target(failed):
+            return
+        if isinstance(error, KvMiss):
+            raise Unavailable(f"target replica {replica.address} lost the session twice") from error
+        if error is failure:
+            raise failure
+        raise error from failure
