@@ -1,5 +1,7 @@
 """What event loops ask of the device thread, in the order in which they ask.
 
+A call goes from here to `device_loop`, on the device thread, which admits it.
+
 Not here: what is asked (`device_loop`), answers on their way back (`delivery`). Any thread posts, the device thread
 takes, and sleeps here while it has nothing to do.
 """

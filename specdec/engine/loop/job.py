@@ -3,6 +3,9 @@
 A job is run by running its sequence's tokens: whenever all of them have KV, the program gets the logits of the last
 `num_logit_rows` tokens and either appends a token (one more step) or finishes.
 
+Tokens go from here, as slices of a step, to the worker; their logits, as `specdec.engine.logits.step_logits`, to the
+service's program.
+
 Not here: futures and threads (`device_loop`), the choice of steps (`specdec.engine.schedule.scheduler`). Called by the
 loop's modules and the two programs.
 """

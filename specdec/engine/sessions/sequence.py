@@ -1,5 +1,8 @@
 """One session as a replica holds it: its tokens, how many of them have KV, where that KV lies, and what was answered.
 
+A round reads and changes its sequence by way of `table`; the tokens without KV are cut into slices of a step by
+`specdec.engine.loop.job`.
+
 Tokens are committed ones first, then the draft tokens of the call in work. Between calls every token has KV.
 
     0 ........ published ........ kv_len ........ len(sequence)
