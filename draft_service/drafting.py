@@ -18,11 +18,18 @@ import torch
 
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.sparse import draw_from_support
-from specdec.engine.logits import rows as sampling
-from specdec.engine.logits.rows import FilterContext
+from specdec.engine.logits.filters import (
+    FilterContext,
+    filtered_distributions,
+    greedy_choices,
+    processed_logits,
+    split_batches,
+)
+from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host
-from specdec.engine.loop.job import Call, Job, RowKind, row_kind
+from specdec.engine.loop.job import Job, RowKind, row_kind
+from specdec.engine.sessions.calls import Call
 from specdec.types import Proposal, ProposeRequest, Support
 
 
@@ -98,7 +105,7 @@ class DraftProgram:
     def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         if num_likeliest:
             _note(jobs, _likeliest(_greedy_scores(jobs, logits.values), num_likeliest))
-        return sampling.greedy_choices(logits, [_context(job) for job in jobs])
+        return greedy_choices(logits, [_context(job) for job in jobs])
 
     def _draw_coupled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         token_ids: list[int]
@@ -107,14 +114,14 @@ class DraftProgram:
             _note(jobs, _likeliest(scores, num_likeliest))
             token_ids = scores.argmax(dim=-1).tolist()
         else:
-            token_ids, _ = sampling.coupled_choices(*_coupled_rows(jobs, logits.values))
+            token_ids, _ = coupled_choices(*_coupled_rows(jobs, logits.values))
         return token_ids
 
     def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
-        distributions = sampling.filtered_distributions(logits.values, [_context(job) for job in jobs])
+        distributions = filtered_distributions(logits.values, [_context(job) for job in jobs])
         token_ids = []
         for job, (support, lost_mass) in zip(
-            jobs, sampling.cut_supports(distributions, self._s_max, self._coverage), strict=True
+            jobs, cut_supports(distributions, self._s_max, self._coverage), strict=True
         ):
             token_ids.append(draw_from_support(support, _draw_key(job), len(job.progress.token_ids)))
             job.progress.supports.append(support)
@@ -171,23 +178,23 @@ def _batches(jobs: Sequence[Job], num_tokens: int) -> list[tuple[RowKind, list[J
     return [
         (kind, [jobs[row] for row in rows], rows)
         for kind, rows_of_kind in rows_of.items()
-        for rows in sampling.split_batches(rows_of_kind, lambda _: 1, num_tokens)
+        for rows in split_batches(rows_of_kind, lambda _: 1, num_tokens)
     ]
 
 
 def _greedy_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
     contexts = [_context(job) for job in jobs]
-    return sampling.processed_logits(logits, contexts) if any(c.changes_logits for c in contexts) else logits
+    return processed_logits(logits, contexts) if any(c.changes_logits for c in contexts) else logits
 
 
 def _coupled_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
-    return sampling.coupled_scores(*_coupled_rows(jobs, logits))
+    return coupled_scores(*_coupled_rows(jobs, logits))
 
 
 def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
     """Laws, seeds, turns and positions: what a coupled token is drawn from."""
     return (
-        sampling.filtered_distributions(logits, [_context(job) for job in jobs]),
+        filtered_distributions(logits, [_context(job) for job in jobs]),
         [job.call.position.seed for job in jobs],
         [job.call.position.turn for job in jobs],
         [len(job.token_ids) for job in jobs],
@@ -196,7 +203,7 @@ def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tens
 
 def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
     """q at the bonus position, and above all the token that q gives where the target draws its bonus token from p."""
-    distributions = sampling.filtered_distributions(logits, [_context(job) for job in jobs])
+    distributions = filtered_distributions(logits, [_context(job) for job in jobs])
     uniforms = [
         _draw_key(job).uniform(len(job.token_ids) - job.call.position.committed_len, Stream.BONUS) for job in jobs
     ]

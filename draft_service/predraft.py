@@ -36,7 +36,8 @@ import torch
 from draft_service.drafting import Draft, DraftProgram, is_complete, proposal_of, request_of
 from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
 from specdec.engine.loop.ahead import Ahead, Branch
-from specdec.engine.loop.job import Call, Job, split_non_finite
+from specdec.engine.loop.job import Job, split_non_finite
+from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
 from specdec.types import BLOCK_TOKENS, ProposeRequest, SessionPosition

@@ -1,5 +1,7 @@
 """Drafts candidate tokens: one logit row, one token, one more step, up to gamma of them.
 
+A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
+
 Not here: how a token is drawn (`drafting`), rounds nobody has asked for yet (`predraft`), threads and steps
 (`specdec.engine.loop.device_loop`), whether tokens are accepted (the coordinator), protobuf (the servicer). Called by
 the draft service's servicer and by tests.
@@ -19,8 +21,8 @@ from draft_service.pace import Predraft
 from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.loop.job import Call
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
+from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import Proposal, ProposeRequest, SamplingFilters
@@ -48,7 +50,7 @@ _PLAIN_DRAFTS = DraftOptions()
 
 
 class Proposer(ReplicaEngine):
-    """The draft service's engine (`specdec.engine.base.DraftEngine`) on a worker of its own."""
+    """The draft service's engine (`specdec.engines.DraftEngine`) on a worker of its own."""
 
     role = "draft"
 

@@ -131,6 +131,17 @@ class SessionPosition:
     def committed_len(self) -> int:
         return self.start + len(self.token_ids)
 
+    @property
+    def carries_distributions(self) -> bool:
+        """Whether distributions travel in this round; see the function of this name."""
+        return carries_distributions(self.filters, self.draw_rule)
+
+
+def carries_distributions(filters: SamplingFilters, draw_rule: DrawRule) -> bool:
+    """Whether distributions travel: the draft's supports, the target's rows. Greedy and coupled rounds carry token ids
+    alone."""
+    return draw_rule is DrawRule.DISTRIBUTION and not filters.is_greedy
+
 
 @dataclass(frozen=True, slots=True)
 class ProposeRequest:

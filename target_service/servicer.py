@@ -1,6 +1,7 @@
 """The target service's gRPC face: protobuf in, engine call, protobuf out.
 
-Not here: verifying (`verifier`), what both services do alike (`specdec.rpc.servicer`). Built by `__main__`.
+A round goes from here to `target_service.verifier`. Not here: verifying (`verifier`), what both services do alike
+(`specdec.rpc.servicer`). Built by `__main__`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from specdec.engine.base import TargetEngine
+from specdec.engines import TargetEngine
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec, replies
 from specdec.rpc.servicer import Answered, ReplicaServicer

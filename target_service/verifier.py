@@ -1,5 +1,7 @@
 """Runs draft tokens through the target model in one pass and answers what p says of them.
 
+A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
+
 The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It never depends on q: the draft's
 supports only say through which tokens p is looked at.
 
@@ -19,11 +21,12 @@ from numpy.typing import NDArray
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.logits import rows as sampling
-from specdec.engine.logits.rows import FilterContext
+from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop.job import Call, Job, RowKind, row_kind
+from specdec.engine.loop.job import Job, RowKind, row_kind
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
+from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import (
@@ -40,7 +43,7 @@ _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 
 class Verifier(ReplicaEngine):
-    """The target service's engine (`specdec.engine.base.TargetEngine`) on a worker of its own."""
+    """The target service's engine (`specdec.engines.TargetEngine`) on a worker of its own."""
 
     role = "target"
 
@@ -108,7 +111,7 @@ class Verifier(ReplicaEngine):
                 reason="CONTEXT_TOO_LONG",
                 field="round.token_ids",
             )
-        num_supports = num_draft_tokens if row_kind(request.position) is RowKind.DISTRIBUTION else 0
+        num_supports = num_draft_tokens if request.position.carries_distributions else 0
         if len(request.support_ids) != num_supports:
             raise InvalidRequest(
                 f"{len(request.support_ids)} supports for {num_draft_tokens} draft tokens, this round needs "
@@ -171,7 +174,7 @@ class _TargetProgram:
     """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
 
     def __init__(self) -> None:
-        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_law}
+        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Finishes every job from its `num_logit_rows` rows of `logits`."""
@@ -197,7 +200,7 @@ class _TargetProgram:
 
 
 def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:
-    return sampling.split_batches(group, lambda rows: len(rows.indices), logits.num_tokens)
+    return split_batches(group, lambda rows: len(rows.indices), logits.num_tokens)
 
 
 def _logits_of(group: Sequence[_Rows], logits: StepLogits) -> StepLogits:
@@ -209,7 +212,7 @@ def _contexts_of(group: Sequence[_Rows]) -> list[FilterContext]:
 
 
 def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
-    choices = iter(sampling.greedy_choices(logits, _contexts_of(group)))
+    choices = iter(greedy_choices(logits, _contexts_of(group)))
     for rows in group:
         rows.choice_token_ids = np.array([next(choices) for _ in rows.indices], dtype=np.uint32)
         rows.choice_probabilities = np.ones(len(rows.indices), dtype=np.float64)
@@ -218,8 +221,8 @@ def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
 def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
     contexts = _contexts_of(group)
     drawn_with = [rows.request.position for rows in group for _ in rows.indices]
-    choices, probabilities = sampling.coupled_choices(
-        sampling.filtered_distributions(logits.values, contexts),
+    choices, probabilities = coupled_choices(
+        filtered_distributions(logits.values, contexts),
         [asked.seed for asked in drawn_with],
         [asked.turn for asked in drawn_with],
         [len(context.history) for context in contexts],
@@ -232,26 +235,26 @@ def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
         first = end
 
 
-def _look_law(group: Sequence[_Rows], logits: StepLogits) -> None:
+def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
     uniforms: list[float] = []
     for rows in group:
         asked = rows.request.position
         key = DrawKey(asked.seed, asked.turn, asked.committed_len)
         uniforms += key.tail_uniforms(len(rows.request.draft_token_ids))
-    distribution_rows = iter(
-        sampling.distribution_rows(
-            sampling.filtered_distributions(logits.values, _contexts_of(group)),
+    answered = iter(
+        distribution_rows(
+            filtered_distributions(logits.values, _contexts_of(group)),
             [support_ids for rows in group for support_ids in rows.support_ids],
             uniforms,
         )
     )
     for rows in group:
-        rows.distribution_rows = tuple(next(distribution_rows) for _ in rows.indices)
+        rows.distribution_rows = tuple(next(answered) for _ in rows.indices)
 
 
 def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: int) -> None:
-    logit_rows = iter(
-        sampling.logit_rows(
+    answered = iter(
+        logit_rows(
             logits.values,
             [support_ids for rows in group for support_ids in rows.support_ids],
             [tail_id for rows in group for tail_id in rows.tail_ids],
@@ -259,7 +262,7 @@ def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: in
         )
     )
     for rows in group:
-        rows.logit_rows = tuple(next(logit_rows) for _ in rows.indices)
+        rows.logit_rows = tuple(next(answered) for _ in rows.indices)
 
 
 def _verification(rows: _Rows) -> Verification:

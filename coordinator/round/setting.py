@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.types import DrawRule, Mode, SamplingFilters
+from specdec.types import DrawRule, Mode, SamplingFilters, carries_distributions
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,4 +31,4 @@ class RoundSetting:
     @property
     def answers_choices(self) -> bool:
         """Whether the target answers with token choices instead of distributions."""
-        return self.filters.is_greedy or self.draw_rule is DrawRule.COUPLED
+        return not carries_distributions(self.filters, self.draw_rule)

@@ -1,15 +1,14 @@
-"""The engine's contracts: what a step is, who carries it out, what services call.
+"""What engines are made of: what a step is, who carries it out, who is told of it.
 
-Not here: any implementation. `Worker` is the only thing that touches model weights and KV tensors; everything above
-it works on plain numbers, so one worker can run alone or as one rank of several.
+Not here: any implementation, and what services call (`specdec.engines`). `Worker` is the only thing that touches model
+weights and KV tensors; everything above it works on plain numbers, so one worker can run alone or as one rank of
+several.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-
-from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
@@ -63,7 +62,8 @@ class Worker(Protocol):
 
         Returns:
             float32 [R, V] logits on the worker's device, V = `shape.vocabulary_size`, rows in the order of
-            `plan.slices`, within a slice by position; R = sum of `num_logit_rows`.
+            `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. They may still be in the making
+            on an accelerator, but a step without any has ended.
         """
         ...
 
@@ -74,52 +74,3 @@ class StepObserver(Protocol):
     def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """A step was run; `seconds` from its plan to the end of what was made of its logits."""
         ...
-
-
-class DraftEngine(Protocol):
-    """What the draft service serves. Safe to call from one asyncio loop, any number of calls at once."""
-
-    async def propose(self, request: ProposeRequest) -> Proposal:
-        """Drafts up to gamma tokens. Idempotent by (session, epoch, round) and the request's digest.
-
-        Cancelling the call abandons it: the session's KV stays consistent, nothing is answered.
-
-        Raises:
-            KvMiss: the replica needs earlier tokens.
-            StaleEpoch: an older epoch, or a round older than the newest seen.
-            ResourceExhausted: no KV block is left (KV_EXHAUSTED).
-            Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
-        """
-        ...
-
-    async def release(self, session_ids: list[str]) -> None:
-        """Frees sessions' KV. Idempotent; unknown ids are fine."""
-        ...
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the device hangs: calls fail with Unavailable (REPLICA_UNAVAILABLE) until its step ends."""
-        ...
-
-    def info(self) -> EngineInfo: ...
-
-    async def close(self) -> None:
-        """Finishes what is in flight, then frees everything. Idempotent."""
-        ...
-
-
-class TargetEngine(Protocol):
-    """What the target service serves. The same guarantees as `DraftEngine`."""
-
-    async def verify(self, request: VerifyRequest) -> Verification:
-        """Runs the draft tokens through the model in one pass and answers p. Idempotent; raises as `propose` does."""
-        ...
-
-    async def release(self, session_ids: list[str]) -> None: ...
-
-    @property
-    def is_stalled(self) -> bool: ...
-
-    def info(self) -> EngineInfo: ...
-
-    async def close(self) -> None: ...

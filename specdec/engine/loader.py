@@ -1,14 +1,16 @@
 """Turns a Hugging Face decoder-only checkpoint, unchanged, into a worker.
 
 Loads the model with our attention in place of transformers', learns from a probe step what each layer caches and how
-it attends (no table of architectures), sizes the KV pool. Called by the services' entry points and by tests.
+it attends (no table of architectures), sizes the KV pool, and compares the worker with the model's own forward pass.
+Not here: what a step computes (`specdec.engine.model`, `compiled`, `captured`, `native`). Called by the services' entry
+points and by tests.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -91,8 +93,7 @@ def load_worker(
     require_backend(compiling.backend)
     directory = locate_checkpoint(model)
     torch_device = _device(device)
-    is_captured = wants_capture(compiling, torch_device)
-    is_int8 = dtype == "int8"
+    is_captured, is_int8 = wants_capture(compiling, torch_device), dtype == "int8"
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     config = _load_config(model, directory)
@@ -101,25 +102,12 @@ def load_worker(
     loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
     with refusing_failures(config):
         layers = probe_layers(loaded)
-        shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
-        context = _model_context(loaded.config)
         if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
-            kv_share = _CUDA_KV_SHARE_CAPTURED if is_captured else _CUDA_KV_SHARE
-            memory = DeviceMemory.of(torch_device)
-            kv_cache_bytes = kv_pool_bytes(memory, utilization=gpu_memory_utilization, kv_share=kv_share)
-        blocks = _pool_blocks(block_bytes(shapes, loaded.dtype), context, kv_cache_bytes, num_kv_blocks)
-        vocabulary = vocabulary_fingerprint(token_to_id)
-        served_dtype = "int8" if is_int8 else str(loaded.dtype).removeprefix("torch.")
-        shape = ModelShape(
-            vocabulary_size=min(vocabulary_size(token_to_id), loaded.get_output_embeddings().weight.shape[0]),
-            max_context_tokens=min(context, blocks * BLOCK_TOKENS),
-            eos_token_ids=_eos_token_ids(loaded),
-            model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
-            vocabulary_fingerprint=vocabulary,
-            num_kv_blocks=blocks,
-            dtype=served_dtype,
-            device=str(torch_device),
-        )
+            kv_cache_bytes = _cuda_pool_bytes(torch_device, gpu_memory_utilization, is_captured)
+        shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
+        bytes_per_block = block_bytes(shapes, loaded.dtype)
+        blocks = _pool_blocks(bytes_per_block, _model_context(loaded.config), kv_cache_bytes, num_kv_blocks)
+        shape = _model_shape(loaded, directory, token_to_id, blocks, torch_device, is_int8=is_int8)
         library = _native_library(compiling, loaded)
         reference = None
         if self_check:
@@ -131,6 +119,29 @@ def load_worker(
         if reference is not None:
             require_same(worker, reference, config.model_type)
     return worker
+
+
+def _model_shape(
+    model: PreTrainedModel,
+    directory: Path,
+    token_to_id: Mapping[str, int],
+    num_blocks: int,
+    device: torch.device,
+    *,
+    is_int8: bool,
+) -> ModelShape:
+    vocabulary = vocabulary_fingerprint(token_to_id)
+    served_dtype = "int8" if is_int8 else str(model.dtype).removeprefix("torch.")
+    return ModelShape(
+        vocabulary_size=min(vocabulary_size(token_to_id), model.get_output_embeddings().weight.shape[0]),
+        max_context_tokens=min(_model_context(model.config), num_blocks * BLOCK_TOKENS),
+        eos_token_ids=_eos_token_ids(model),
+        model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
+        vocabulary_fingerprint=vocabulary,
+        num_kv_blocks=num_blocks,
+        dtype=served_dtype,
+        device=str(device),
+    )
 
 
 def _make_worker(
@@ -303,6 +314,11 @@ def _model_context(config: PreTrainedConfig) -> int:
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return int(min(context, original or context))
     return int(context)
+
+
+def _cuda_pool_bytes(device: torch.device, utilization: float | None, is_captured: bool) -> int:
+    kv_share = _CUDA_KV_SHARE_CAPTURED if is_captured else _CUDA_KV_SHARE
+    return kv_pool_bytes(DeviceMemory.of(device), utilization=utilization, kv_share=kv_share)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

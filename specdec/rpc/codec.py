@@ -15,7 +15,7 @@ from specdec.core.limits import check_token_ids
 from specdec.core.packed import PackedIds
 from specdec.errors import InvalidRequest
 from specdec.rpc.arrays import decode_supports, encode_supports, token_ids
-from specdec.rpc.rounds import decode_round, encode_round, require, require_context, uses_supports
+from specdec.rpc.rounds import decode_round, encode_round, require, require_context
 from specdec.types import EngineInfo, ProposeRequest, TokenIds, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -70,9 +70,11 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
     check_token_ids(draft_token_ids, limits.vocabulary_size, "draft_token_ids")
     require_context(round_.committed_len + num_draft_tokens, limits)
     support_ids: Sequence[TokenIds] = ()
-    if uses_supports(round_) or message.HasField("supports"):
+    if round_.carries_distributions or message.HasField("supports"):
         try:
-            (support_ids,) = decode_supports([message.supports], [num_draft_tokens if uses_supports(round_) else 0])
+            (support_ids,) = decode_supports(
+                [message.supports], [num_draft_tokens if round_.carries_distributions else 0]
+            )
         except ValueError as error:
             raise InvalidRequest(f"supports: {error}", field="supports") from error
         for ids in support_ids:

@@ -20,7 +20,6 @@ from specdec.core.packed import NO_IDS, PackedIds, PackedRows, PackedSupports, l
 from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
-from specdec.rpc.rounds import uses_supports
 from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 
@@ -60,7 +59,7 @@ def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[P
             raise ValueError(f"{len(message.draft_token_ids)} draft tokens for a gamma of {request.gamma}")
     drafted = [message.draft_token_ids[:] for message in messages]
     drawn = [
-        token_ids_ if uses_supports(request.position) else []
+        token_ids_ if request.position.carries_distributions else []
         for token_ids_, request in zip(drafted, requests, strict=True)
     ]
     columns = list(zip(messages, drafted, _read_supports(messages, drawn), strict=True))
@@ -152,7 +151,7 @@ def _read_verifications(
     messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
 ) -> list[Verification]:
     """Raises ValueError when any of them is malformed."""
-    with_supports = [uses_supports(request.position) for request in requests]
+    with_supports = [request.position.carries_distributions for request in requests]
     rows = iter(
         _read_rows(
             [message for message, is_finite in zip(messages, with_supports, strict=True) if is_finite],

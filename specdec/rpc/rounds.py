@@ -154,11 +154,6 @@ def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilt
     return filters
 
 
-def uses_supports(round_: SessionPosition) -> bool:
-    """Whether distributions travel in this round; greedy and coupled rounds carry token ids alone."""
-    return round_.draw_rule is DrawRule.DISTRIBUTION and not round_.filters.is_greedy
-
-
 def require(holds: bool, field: str, message: str, *, reason: str = "") -> None:
     if not holds:
         raise InvalidRequest(f"{field}: {message}", field=field, reason=reason)

@@ -1,5 +1,8 @@
 """What the draft and the target servicer have in common: streams, release, identity, drain, metrics.
 
+A round's item comes here from a frame (`specdec.rpc.frames`), goes through the service's own `servicer` into its engine
+(`specdec.engines`), a proposer or a verifier, and the reply the same way back.
+
 Not here: which messages travel and what the engine is asked (a service's `servicer`, which builds on this).
 """
 
@@ -9,8 +12,9 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
+from specdec.engines import Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
@@ -21,19 +25,6 @@ from specdec.v1 import common_pb2
 
 #: Sessions that one call may free.
 MAX_RELEASED_SESSIONS = 4096
-
-
-class ServedEngine(Protocol):
-    """What does not depend on the role."""
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether its device hangs: calls fail until it goes on."""
-        ...
-
-    async def release(self, session_ids: list[str]) -> None: ...
-
-    def info(self) -> EngineInfo: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,7 @@ class ReplicaServicer:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: Engine,
         metrics: EngineMetrics,
         *,
         items_of: Callable[[Any], Sequence[Any]],

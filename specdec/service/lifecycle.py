@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.config import ServiceSettings, advertised_address, split_address
+from specdec.engines import Engine
 from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
 from specdec.rpc.server import ServiceServer, require_free
@@ -44,23 +45,6 @@ class Servicer(Protocol):
         ...
 
     def drain(self) -> None: ...
-
-
-class Engine(Protocol):
-    """What a replica warms up, watches and closes."""
-
-    async def warm_up(self) -> None: ...
-
-    async def wait_ended(self) -> None:
-        """Raises Internal once the engine broke down by itself."""
-        ...
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether its device hangs: calls fail until it goes on."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class Registration(Protocol):

@@ -21,10 +21,10 @@ from specdec.config import ReplicaSettings, cache_directory, parse_settings
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
+from specdec.engines import Engine
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
 from specdec.service.lifecycle import (
-    Engine,
     Servicer,
     require_addresses,
     run_replica,

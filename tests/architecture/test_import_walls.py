@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.vocabulary", "specdec.v1",
+    "specdec.vocabulary", "specdec.engines", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -27,6 +27,7 @@ LIBRARY = {"specdec.core", "specdec.state", "specdec.rpc", "specdec.observabilit
 ALLOWED = {
     "specdec.types": set(),
     "specdec.errors": set(),
+    "specdec.engines": set(),
     "specdec.checkpoint": set(),
     "specdec.vocabulary": set(),
     "specdec.config": set(),
@@ -181,6 +182,13 @@ def test_a_front_without_grpc_can_check_its_requests_without_protobuf() -> None:
 
 def test_the_client_and_command_line_load_no_torch() -> None:
     names = [*modules_of("specdec.client"), *modules_of("specdec.cli")]
+    assert "torch" not in loaded_after("\n".join(f"import {name}" for name in names))
+
+
+def test_sessions_and_schedules_and_the_engines_simulated_on_them_load_no_torch() -> None:
+    rooms = ("specdec.engine.sessions", "specdec.engine.schedule", "specdec.engine.simulated")
+    names = [name for room in rooms for name in modules_of(room)]
+    assert "specdec.engine.sessions.calls" in names
     assert "torch" not in loaded_after("\n".join(f"import {name}" for name in names))
 
 

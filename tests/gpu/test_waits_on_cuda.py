@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.logits.rows import (
-    FilterContext,
-    cut_supports,
-    distribution_rows,
-    filtered_distributions,
-    greedy_choices,
-)
+from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
+from specdec.engine.logits.rows import cut_supports, distribution_rows
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.types import SamplingFilters
 

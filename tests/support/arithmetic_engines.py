@@ -14,7 +14,6 @@ import numpy as np
 
 from specdec import errors
 from specdec.core.reference import chain_hash
-from specdec.rpc.rounds import uses_supports
 from specdec.types import (
     WEIGHT_TOTAL,
     DistributionRow,
@@ -148,7 +147,7 @@ class ArithmeticDraft(_Engine):
         last = int(request.position.token_ids[-1])
         drafts = (last + 1 + np.arange(request.gamma, dtype=np.uint32)) % VOCABULARY
         supports = tuple(support_of(int(token), 3 + index) for index, token in enumerate(drafts))
-        with_supports = uses_supports(request.position)
+        with_supports = request.position.carries_distributions
         return Proposal(
             draft_token_ids=drafts.astype(np.uint32),
             supports=supports if with_supports else (),
@@ -176,7 +175,7 @@ class ArithmeticTarget(_Engine):
         num_positions = len(request.draft_token_ids) + 1
         rows: tuple[DistributionRow, ...] = ()
         choices = np.arange(num_positions, dtype=np.uint32)
-        if uses_supports(request.position):
+        if request.position.carries_distributions:
             choices = choices[:0]
             rows = tuple(map(distribution_row, range(num_positions), [*map(len, request.support_ids), 0]))
         greedy = request.position.filters.is_greedy

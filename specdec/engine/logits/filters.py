@@ -1,8 +1,10 @@
-"""Logits to distributions, batched over the rows of a step: the torch twin of `specdec.core.reference`.
+"""From logits to distributions, batched over the rows of a step: the torch twin of `specdec.core.reference`.
 
 Takes the logits of one whole step (`[R, V]`, any device); rows whose filters are neutral cost a softmax, and sorting
 happens on the likeliest few tokens unless the distribution itself is wider. Everything is float64 but the plain greedy
-choice. Not here: drawing (`specdec.engine.logits.rows`). Called by the proposer and the verifier.
+choice. A round's rows go from here to `specdec.engine.logits.rows`, or, when greedy, straight into the answer.
+
+Not here: drawing, supports (`rows`). Called by the draft service's `drafting` and the target service's `verifier`.
 """
 
 from __future__ import annotations
@@ -207,14 +209,14 @@ def _apply_min_p(weights: torch.Tensor, params: Sequence[SamplingFilters]) -> No
 
 
 def _dense_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
-    """Laws of rows with neither top-k nor top-p: no sorting; overwrites `scores` (float64 [N, V])."""
+    """Distributions of rows with neither top-k nor top-p: no sorting; overwrites `scores` (float64 [N, V])."""
     weights = _weights(scores, params)
     _apply_min_p(weights, params)
     return weights.div_(weights.sum(dim=-1, keepdim=True))
 
 
 def _cut_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
-    """Laws of rows with top-k or top-p, made from their likeliest tokens alone; `scores` float64 [N, V]."""
+    """Distributions of rows with top-k or top-p, made from their likeliest tokens alone; `scores` float64 [N, V]."""
     num_tokens = scores.shape[-1]
     distributions = torch.zeros_like(scores)
     limited = [row for row, filters in enumerate(params) if _limits_number(filters, num_tokens)]

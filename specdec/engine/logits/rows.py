@@ -1,10 +1,12 @@
-"""From distributions to the wire, batched over the rows of a step: supports, distribution rows, coupled choices, logit
-rows.
+"""From a step's distributions to what the wire carries: supports, distribution rows, coupled choices, logit rows.
 
 The torch twins of `specdec.core.sparse` and `specdec.core.coupling` on `[R, V]` tensors of any device; what crosses to
-the host is a few numbers a row. Everything that touches a distribution is float64. Not here: deciding what is accepted
-(that is the coordinator's, in `specdec.core`). Called by the proposer and the verifier, which find all they need in
-this module.
+the host is a few numbers a row. Everything that touches a distribution is float64. A round's rows come here from
+`specdec.engine.logits.filters` and go into the answer that the program finishes its job with; from there
+`specdec.engine.loop.delivery` takes it back to the event loop.
+
+Not here: from logits to distributions (`filters`), deciding what is accepted (that is the coordinator's, in
+`specdec.core`). Called by the draft service's `drafting` and the target service's `verifier`.
 """
 
 from __future__ import annotations
@@ -18,32 +20,9 @@ from numpy.typing import NDArray
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_likeliest
-from specdec.engine.logits.filters import (
-    FilterContext,
-    filtered_distributions,
-    greedy_choices,
-    likeliest,
-    processed_logits,
-    row_and_column,
-    split_batches,
-)
+from specdec.engine.logits.filters import likeliest, row_and_column
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.types import DistributionRow, LogitRow, Support, TokenIds
-
-__all__ = [
-    "FilterContext",
-    "coupled_choices",
-    "coupled_scores",
-    "cut_supports",
-    "distribution_rows",
-    "filtered_distributions",
-    "greedy_choices",
-    "gumbel_noise",
-    "likeliest",
-    "logit_rows",
-    "processed_logits",
-    "split_batches",
-]
 
 #: Candidates a support is cut from before the whole of `s_max` is looked at.
 _FIRST_CANDIDATES = 512

@@ -1,8 +1,10 @@
 """The logits of a step, and what is asked of every row of them before anything else.
 
+They come from the worker and go to the service's program (`draft_service.drafting`, `target_service.verifier`), which
+makes distributions of them in `specdec.engine.logits.filters` or takes the likeliest.
+
 Whether a distribution can be made of a row and which token is its likeliest are read together: a greedy step then needs
-nothing more from the device. Not here: distributions (`engine.logits.filters`). Made by `engine.loop.job`, handed to
-the programs.
+nothing more from the device. Not here: distributions. Made by `specdec.engine.loop.job`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Numbers between host and device, as few times as a step allows.
 
 On an accelerator every copy to the host waits for all work before it, and a copy from ordinary host memory does too;
-what is read together costs one wait. On a CPU both are free. Called by `engine.logits.step_logits`,
-`engine.logits.filters`, `engine.logits.rows` and the draft service.
+what is read together costs one wait. On a CPU both are free. Called by `step_logits`, `filters` and `rows` beside it,
+and by the draft service.
 """
 
 from __future__ import annotations

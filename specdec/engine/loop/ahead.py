@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.loop.job import Call, Job
+from specdec.engine.loop.job import Job
+from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
 

@@ -4,7 +4,7 @@ An accelerator that met an illegal address, or fell off its bus, fails every ste
 answer nothing is better restarted. One request may bring down its own step as well, and memory may be short for a
 moment: so a failure alone says little, and what decides is a step of one token that belongs to nobody.
 
-Not here: what becomes of the failed step's calls. Called by `loop`, on the device thread.
+Not here: what becomes of the failed step's calls. Called by `steps`, on the device thread.
 """
 
 from __future__ import annotations

@@ -3,14 +3,17 @@
 A job is run by running its sequence's tokens: whenever all of them have KV, the program gets the logits of the last
 `num_logit_rows` tokens and either appends a token (one more step) or finishes.
 
-Not here: futures and threads (`loop`), the choice of steps (`scheduler`). Called by `loop` and the two programs.
+Tokens go from here, as slices of a step, to the worker; their logits, as `specdec.engine.logits.step_logits`, to the
+service's program.
+
+Not here: futures and threads (`device_loop`), the choice of steps (`specdec.engine.schedule.scheduler`). Called by the
+loop's modules and the two programs.
 """
 
 from __future__ import annotations
 
 import collections.abc
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -20,8 +23,9 @@ import torch
 from specdec.engine.base import SequenceSlice
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
+from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
-from specdec.types import DrawRule, ProposeRequest, SessionPosition, TokenIds, VerifyRequest
+from specdec.types import SessionPosition, TokenIds
 
 
 class RowKind(Enum):
@@ -34,28 +38,9 @@ class RowKind(Enum):
 
 def row_kind(request: SessionPosition) -> RowKind:
     """Greedy whenever the temperature is 0, whatever the draw rule."""
-    if request.filters.is_greedy:
-        return RowKind.GREEDY
-    return RowKind.COUPLED if request.draw_rule is DrawRule.COUPLED else RowKind.DISTRIBUTION
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A validated request, in the terms of the engine."""
-
-    request: ProposeRequest | VerifyRequest
-    digest: bytes
-    """Of everything that was asked; with (session, epoch, round) the idempotency key."""
-    draft_token_ids: TokenIds
-    """uint32 [L]: tokens to run after the committed ones."""
-    num_logit_rows: int
-    """Rows wanted when the committed and draft tokens have run; at least 1."""
-    max_kv_len: int
-    """The most tokens that can need KV before the job finishes."""
-
-    @property
-    def position(self) -> SessionPosition:
-        return self.request.position
+    if request.carries_distributions:
+        return RowKind.DISTRIBUTION
+    return RowKind.GREEDY if request.filters.is_greedy else RowKind.COUPLED
 
 
 class Job:

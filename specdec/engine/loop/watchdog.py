@@ -5,8 +5,9 @@ time in which the whole process stands still, or this thread gets no turn, does 
 time, whoever waits for an answer is told that there will be none; once it has ended after all, calls are taken again.
 The device thread's part is one attribute store where a step begins and one where it ends.
 
-Not here: how long a step takes (`step_times`), what the device thread makes of calls that nobody waits for any more
-(`loop`, which alone calls this), and the process that stands still as a whole, which only others can see.
+Not here: how long a step takes (`specdec.engine.schedule.step_times`), what the device thread makes of calls that
+nobody waits for any more (`device_loop`; `steps` makes the watchdog), and the process that stands still as a whole,
+which only others can see.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="specdec-watchdog", daemon=True).start()
 
     def end(self) -> None:
-        """Looks no more. Idempotent."""
+        """Stops looking. Idempotent."""
         self._ended.set()
 
     def require_moving(self) -> None:

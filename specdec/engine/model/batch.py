@@ -1,5 +1,7 @@
 """A step's plan as tensors: the flat ragged batch, where its KV goes, and who may look at what.
 
+From here a step's tokens go through the model's layers and `specdec.engine.model.attention`.
+
 Everything here is computed once per step and shared by all layers. It knows no weights and runs no attention. Called
 by `engine.model.model_runner`; read by `engine.model.attention`.
 

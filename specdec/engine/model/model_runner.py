@@ -1,7 +1,8 @@
 """The worker: carries out step plans on one model and its paged KV cache.
 
-Not here: loading (`engine.loader`), scheduling, sampling. Called by the engine loop's device thread, one step at a
-time.
+A step's tokens go from here through the model and its attention (`specdec.engine.model.attention`); their logits go
+back to `specdec.engine.loop.steps`. Not here: loading (`specdec.engine.loader`), scheduling, sampling. Called by the
+device thread, one step at a time.
 """
 
 from __future__ import annotations
@@ -85,5 +86,9 @@ class ModelRunner:
                 batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
                 context = PagedContext(batch, self._cache, self._kind_of_layer)
                 logits = self._forward(batch, context)[:, : self.shape.vocabulary_size]
+        if logits.is_cuda and not len(logits):
+            # Nothing of the step will be read back: unless waited for, it would be timed, and delay calls, with the
+            # next one.
+            torch.cuda.synchronize(logits.device)
         # Copied outside inference mode: callers may write into what they get.
         return logits.to(torch.float32, copy=True)

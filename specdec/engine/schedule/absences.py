@@ -1,4 +1,5 @@
-"""Sessions between an answer and their next call: whoever is away may come back while a step runs, and then waits.
+"""Absences: sessions between an answer and their next call. Such a session may call again while a step runs, and then
+waits for the step's end.
 
 Not here: a clock (the caller's), what is done about it (`scheduler`). Called by the engine loop and by the simulated
 device, each on one thread.

@@ -1,5 +1,8 @@
 """Which tokens of which sessions run in the next step.
 
+A round comes here once its blocks are reserved; the chunks that are planned go into a step plan for the worker
+(`specdec.engine.loop.steps`).
+
 Every step is one ragged batch. Sequences that are nearly done (draft steps, verification rows, a short delta) go
 first, whole, least recently served first. Long ones (prefill) get what is left of the token budget, of which a fixed
 share is theirs even when the others could fill the step, and within it no more than the prefill budget: the time by
@@ -7,8 +10,8 @@ which prefill may lengthen a step that others are in, or that others may have to
 the prompt that came first, so that none starves, and the other to the one with the least left, so that a short prompt
 does not wait for all of a long one.
 
-Not here: tensors, KV blocks (reserved before a job gets here), waiting for blocks, a clock. Called by `loop` and by the
-simulated device.
+Not here: tensors, KV blocks (reserved before a job gets here), waiting for blocks, a clock. Called by `steps` and by
+the simulated device.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Three records, each of one kind of step, so that hours without a prompt do not make any of them forget: steps without
 prefill; how much longer a step took for the prefill beside its other tokens; whole steps of nothing but prefill.
 Arithmetic on what it is told, no clock: the same steps give the same predictions. Not here: how a line is fitted
-(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this, and `watchdog` through it).
+(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this, and the loop's watchdog
+through it).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What both services check of a request before the engine sees it, and the digest of what it asks.
 
 A step carries many sessions, so a request that could make it fail is refused here, on its own, before anything is
-stored or reserved. Not here: what only one service knows (gamma, supports). Called by the proposer and the verifier.
+stored or reserved. From here a request goes, as a `Call`, to the device thread (`specdec.engine.loop.device_loop`). Not
+here: what only one service knows (gamma, supports). Called by the proposer and the verifier.
 """
 
 from __future__ import annotations

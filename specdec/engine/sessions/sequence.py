@@ -1,5 +1,8 @@
 """One session as a replica holds it: its tokens, how many of them have KV, where that KV lies, and what was answered.
 
+A round reads and changes its sequence by way of `table`; the tokens without KV are cut into slices of a step by
+`specdec.engine.loop.job`.
+
 Tokens are committed ones first, then the draft tokens of the call in work. Between calls every token has KV.
 
     0 ........ published ........ kv_len ........ len(sequence)
@@ -9,7 +12,7 @@ A fork is the same session as it may go on. It shares the full blocks before the
 follows. Forks live only while their root stands still: whatever changes the root's tokens or blocks ends them first, so
 a shared block is never written while two read it.
 
-Not here: the decision what to keep (`sessions`), which blocks exist (`block_manager`), tensors. Device thread only.
+Not here: the decision what to keep (`table`), which blocks exist (`block_manager`), tensors. Device thread only.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """The position protocol of docs/protocol.md section 5: which session a call means, and what of it is here already.
 
-Draft and target service share this one implementation. A call passes three gates: `fence` (is it the newest?),
-`align` (which of its tokens have KV here?) and `reserve` (are there blocks for the rest?).
+A round comes here from `specdec.engine.sessions.calls`; once it has its blocks it runs
+(`specdec.engine.schedule.scheduler`). Draft and target service share this one implementation. A call passes three
+gates: `fence` (is it the newest?), `align` (which of its tokens have KV here?) and `reserve` (are there blocks for the
+rest?).
 
 What may be answered with KV_MISS(have): only a length that is surely common, because a second miss in one round counts
-as a replica failure. Within an epoch committed tokens never change, so it is the last block boundary of what that
-epoch committed and we still hold; across epochs (a coordinator restarted, the store lost its last second) nothing is
-sure and `have` is 0. That costs bytes, not forward passes: nothing is thrown away at a miss, and of the tokens sent
-again those that equal ours keep their KV.
+as a replica failure. Within an epoch committed tokens never change, so it is the last block boundary of what that epoch
+committed and we still hold; across epochs (a coordinator restarted, the store lost its last second) nothing is sure and
+`have` is 0. That costs bytes, not forward passes: nothing is thrown away at a miss, and of the tokens sent again those
+that equal ours keep their KV.
 
-Not here: threads, futures, steps, tensors. Called by `loop` from the device thread alone.
+Not here: threads, futures, steps, tensors. Called by `calls` and by whoever aligns its calls, from one thread alone.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class SessionTable:
         max_sessions: int = DEFAULT_MAX_SESSIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
         self._pin_ttl_s = pin_ttl_s
         self._max_sessions = max_sessions
         self._clock = clock
@@ -97,7 +99,7 @@ class SessionTable:
             self._miss(sequence, request)
         sequence.pinned_until_s = float("-inf")
         keep = request.start + _common_length(sequence.token_ids[request.start :], request.token_ids)
-        sequence.truncate_to(min(keep, request.committed_len - 1), self._blocks)
+        sequence.truncate_to(min(keep, request.committed_len - 1), self.blocks)
         sequence.append(request.token_ids[len(sequence) - request.start :])
         sequence.confirmed_len = request.committed_len
         sequence.append(draft_token_ids)
@@ -116,22 +118,22 @@ class SessionTable:
             None where blocks are short: sessions come first.
         """
         num_new = blocks_for(capacity) - length // BLOCK_TOKENS
-        if self._blocks.num_available - num_new < self._blocks.num_blocks // _SPARE_SHARE:
+        if self.blocks.num_available - num_new < self.blocks.num_blocks // _SPARE_SHARE:
             return None
-        return sequence.fork(length, capacity, self._blocks)
+        return sequence.fork(length, capacity, self.blocks)
 
     def adopt_fork(self, sequence: Sequence, request: SessionPosition, fork: Sequence) -> None:
         """Begins a call as `align` does, but on a fork that holds the call's tokens and some after them, with KV."""
         self._advance_key(sequence, request)
         sequence.pinned_until_s = float("-inf")
-        sequence.become(fork, self._blocks)
+        sequence.become(fork, self.blocks)
         sequence.confirmed_len = request.committed_len
         sequence.in_flight = True
 
     def end_forks(self) -> None:
         """Ends the forks of every session."""
         for sequence in self._sessions.values():
-            sequence.end_forks(self._blocks)
+            sequence.end_forks(self.blocks)
 
     def reserve(
         self, sequence: Sequence, *, committed_len: int, max_kv_len: int, preemptable: Iterable[Sequence] = ()
@@ -147,31 +149,31 @@ class SessionTable:
         Raises:
             ResourceExhausted: the whole pool is smaller than that (KV_EXHAUSTED).
         """
-        if blocks_for(max_kv_len) > self._blocks.num_blocks:
+        if blocks_for(max_kv_len) > self.blocks.num_blocks:
             raise ResourceExhausted(
                 f"{max_kv_len} tokens need {blocks_for(max_kv_len)} KV blocks, this replica has "
-                f"{self._blocks.num_blocks}",
+                f"{self.blocks.num_blocks}",
                 reason="KV_EXHAUSTED",
             )
         # At least the last committed token must run, because its logits are always wanted.
-        sequence.adopt_published(committed_len - 1, self._blocks)
-        if self._blocks.grow(sequence.block_table, max_kv_len):
+        sequence.adopt_published(committed_len - 1, self.blocks)
+        if self.blocks.grow(sequence.block_table, max_kv_len):
             return True
         self.end_forks()
-        if self._blocks.grow(sequence.block_table, max_kv_len):
+        if self.blocks.grow(sequence.block_table, max_kv_len):
             return True
         now_s = self._clock()
         idle = [other for other in self._sessions.values() if _is_evictable(other, now_s)]
         preempted = [other for other in preemptable if other is not sequence]
-        num_missing = blocks_for(max_kv_len) - len(sequence.block_table) - self._blocks.num_available
+        num_missing = blocks_for(max_kv_len) - len(sequence.block_table) - self.blocks.num_available
         if sum(len(other.block_table) for other in (*idle, *preempted)) < num_missing:
             return False
         for other in (*idle, *preempted):
             if other.in_flight:
-                other.drop_kv(self._blocks)
+                other.drop_kv(self.blocks)
             else:
-                other.forget(self._blocks)
-            if self._blocks.grow(sequence.block_table, max_kv_len):
+                other.forget(self.blocks)
+            if self.blocks.grow(sequence.block_table, max_kv_len):
                 return True
         return False
 
@@ -189,7 +191,7 @@ class SessionTable:
 
     def publish(self, sequence: Sequence, committed_len: int) -> None:
         """Shares the full blocks of committed tokens that have KV by now."""
-        sequence.publish(committed_len, self._blocks)
+        sequence.publish(committed_len, self.blocks)
 
     def store_answer(self, sequence: Sequence, answer: StoredAnswer) -> None:
         """Keeps the answer of the newest round for its repetition; the oldest answer kept may go."""
@@ -203,19 +205,19 @@ class SessionTable:
     def settle(self, sequence: Sequence) -> None:
         """Ends a call on `sequence`: only tokens with KV stay."""
         sequence.in_flight = False
-        sequence.settle(self._blocks)
+        sequence.settle(self.blocks)
 
     def invalidate(self, sequence: Sequence) -> None:
         """Ends a call on `sequence` after a crash: its KV is not to be trusted."""
         sequence.in_flight = False
-        sequence.forget(self._blocks)
+        sequence.forget(self.blocks)
 
     def release(self, session_id: str) -> None:
         """Forgets a session altogether; an unknown id is fine."""
         sequence = self._sessions.pop(session_id, None)
         if sequence is not None:
             self._answered.pop(sequence, None)
-            sequence.forget(self._blocks)
+            sequence.forget(self.blocks)
 
     def release_all(self) -> None:
         for session_id in list(self._sessions):
@@ -228,7 +230,7 @@ class SessionTable:
             RuntimeError: they are not.
         """
         forks = [fork for sequence in self._sessions.values() for fork in sequence.forks]
-        self._blocks.check_integrity([owner.block_table for owner in (*self._sessions.values(), *forks)])
+        self.blocks.check_integrity([owner.block_table for owner in (*self._sessions.values(), *forks)])
         for fork in forks:
             if fork.root is None or not fork.kv_len <= min(len(fork), len(fork.block_table) * BLOCK_TOKENS):
                 raise RuntimeError(f"a fork of session {fork.session_id} has outlived its root or its room")

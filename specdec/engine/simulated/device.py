@@ -4,7 +4,7 @@ Everything happens on one thread that runs events at absolute times, each event 
 it ran: what the machine is late by never adds up, and the only lateness a caller can see is that of its own answer.
 asyncio's own timers are not used because they are a millisecond coarse.
 
-Not here: what the steps compute (`simulated_text`), sessions and calls (`simulated`, which alone calls this).
+Not here: what the steps compute (`text`), sessions and calls (`replica`, which alone calls this).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class SimulatedDevice:
         self.timeline.at(arrival_s, lambda now_s: self._arrive(work, now_s))
 
     def forget(self, session_id: str) -> None:
-        """Drops a session's branches, and expects it back no more. From any thread."""
+        """Drops a session's branches and no longer expects it back. From any thread."""
         self.timeline.at(time.monotonic(), lambda _: self._forget(session_id))
 
     # Everything below runs on the timeline's thread.

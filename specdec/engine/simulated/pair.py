@@ -1,7 +1,7 @@
-"""The dialled numbers of a simulated pair, and the model names that dial them.
+"""The numbers that describe a simulated pair, and the model names that set them (dials).
 
 `simulated:70b-1b` is a preset; dials follow after commas: `simulated:70b-1b,alpha=0.9/0.4/0.9,stretch=128,
-predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Not here: the engines that live by them (`simulated`). Called by the
+predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Not here: the engines that use them (`engines`). Called by the
 services' entry points and by `bench`, whose ideal times are made of these numbers alone.
 """
 
@@ -19,7 +19,7 @@ MODEL_PREFIX = "simulated:"
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPair:
-    """Everything that is dialled of a draft and a target."""
+    """Everything that can be set of a draft and a target."""
 
     target: ForwardTime
     draft: ForwardTime

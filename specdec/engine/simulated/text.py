@@ -1,14 +1,12 @@
-"""The text and the distributions of simulated models: no weights, every token and every probability a function of the
-request.
+"""The text and the distributions of simulated models, without weights: functions of the request alone.
 
 At every position there is one target token, and with probability alpha the draft's greedy choice is that token. At
 temperatures above 0 the draft's distribution q covers 64 ids and the target's distribution is p = alpha * q + (1 -
 alpha) * [z], z outside them, so token-wise rejection accepts with probability alpha exactly and independently. Filters
-are not
-applied: a temperature of 0 or not is all of the sampling parameters that counts.
+are not applied: the only sampling parameter that counts is whether the temperature is 0.
 
-Source: sum of min(p, q) = alpha (Leviathan et al. 2023, theorem 3.5). Not here: time (`simulated_device`), sessions
-(`simulated`). Called by `simulated` and, for the tokenizer, by `bench`.
+Source: sum of min(p, q) = alpha (Leviathan et al. 2023, theorem 3.5). Not here: time (`device`), sessions (`replica`).
+Called by `engines` and, for the tokenizer, by `bench`.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _STREAM = 0x51AB
 
 @dataclass(frozen=True, slots=True)
 class TextDials:
-    """What is dialled of a pair's texts."""
+    """What can be set of a pair's texts."""
 
     alphas: tuple[float, ...]
     """Acceptance, 0..1, one per stretch of the output; the last holds to its end."""
@@ -105,17 +103,17 @@ class SimulatedText:
         tail = int(own_ids[-1]) + 1 + self._words(position)[3] % (VOCABULARY_SIZE - 1 - int(own_ids[-1]))
         if alpha < 1.0 and np.array_equal(support_ids, own_ids):
             return DistributionRow(_weights_on_own_support(alpha), tail, 1.0 - alpha)
-        law_ids = np.append(own_ids, tail)  # [S + 1], ascending
+        covered_ids = np.append(own_ids, tail)  # [S + 1], ascending
         masses = np.append(alpha * _Q, 1.0 - alpha)
-        entries = np.minimum(np.searchsorted(law_ids, support_ids), SUPPORT_SIZE)
-        is_hit = law_ids[entries] == support_ids
+        entries = np.minimum(np.searchsorted(covered_ids, support_ids), SUPPORT_SIZE)
+        is_hit = covered_ids[entries] == support_ids
         outside = masses.copy()
         outside[entries[is_hit]] = 0.0
         weights = integer_weights(np.where(is_hit, masses[entries], 0.0), float(outside.sum()))
         if weights[-1] == 0:
             return DistributionRow(weights, -1, 0.0)
         drawn = index_at_uniform(outside, tail_uniform)
-        return DistributionRow(weights, int(law_ids[drawn]), float(masses[drawn]))
+        return DistributionRow(weights, int(covered_ids[drawn]), float(masses[drawn]))
 
     def _alpha(self, position: int) -> float:
         return self._dials.alpha_at(position - self._asked.output_start)

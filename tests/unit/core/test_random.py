@@ -18,7 +18,7 @@ from specdec.core.random import (
     philox4x32,
     seed_words,
 )
-from specdec.engine.logits import rows as sampling
+from specdec.engine.logits import rows
 
 ONES = 0xFFFFFFFF
 
@@ -77,7 +77,7 @@ def test_gumbel_noise_meets_its_committed_vector_in_numpy_and_torch() -> None:
     noise = gumbel_noise(KEY.seed, KEY.turn, 1234, token_ids)
     np.testing.assert_allclose(noise, GUMBEL_VECTOR, rtol=0, atol=1e-14)
     keys = torch.tensor([[*seed_words(KEY.seed), KEY.turn, 1234]] * len(token_ids))
-    np.testing.assert_allclose(sampling.gumbel_noise(keys, torch.tensor(token_ids)), GUMBEL_VECTOR, atol=1e-14)
+    np.testing.assert_allclose(rows.gumbel_noise(keys, torch.tensor(token_ids)), GUMBEL_VECTOR, atol=1e-14)
 
 
 def test_integer_draws_meet_their_committed_vectors() -> None:
@@ -96,7 +96,7 @@ def test_the_same_token_has_the_same_noise_in_any_company() -> None:
     np.testing.assert_array_equal(gumbel_noise(9, 1, 50, np.arange(40)), alone)
     sparse = torch.tensor([3, 4, 5, 9, 8, 31])
     keys = torch.tensor([[9, 0, 1, 50]] * len(sparse))
-    np.testing.assert_allclose(sampling.gumbel_noise(keys, sparse), np.array(alone)[sparse], atol=1e-14)
+    np.testing.assert_allclose(rows.gumbel_noise(keys, sparse), np.array(alone)[sparse], atol=1e-14)
 
 
 def test_draws_below_n_stay_below_n_at_both_ends_of_the_words() -> None:

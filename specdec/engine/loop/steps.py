@@ -1,0 +1,135 @@
+"""One step of the device, from the plan to what is made of its logits.
+
+    scheduler: which tokens ─▶ worker: logits ─▶ rows that are finite ─▶ program: a token or an answer a job ─▶ publish
+
+A round's tokens go from here through the worker (`specdec.engine.model.model_runner`) and come back as logits
+(`specdec.engine.logits.step_logits`) to the service's program, which answers or appends. If a step crashes its calls
+fail, and whatever KV their sessions had is not trusted any more.
+
+Not here: calls on their way in and out (`device_loop`, which alone calls this, on the device thread), what logits mean
+(`Program`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from specdec.engine.base import StepObserver, StepPlan, Worker
+from specdec.engine.loop.ahead import Ahead
+from specdec.engine.loop.delivery import Waiter
+from specdec.engine.loop.device_health import DeviceHealth
+from specdec.engine.loop.job import Job, Program, slice_of, split_non_finite
+from specdec.engine.loop.watchdog import Watchdog
+from specdec.engine.schedule.scheduler import Scheduler, StepChunk
+from specdec.engine.sessions.calls import Calls
+from specdec.errors import Internal
+
+_log = logging.getLogger(__name__)
+
+
+class StepRunner:
+    """Runs the steps of one worker. Every step is watched, timed, and counted as good or failed."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        program: Program,
+        calls: Calls[Job, Waiter],
+        *,
+        scheduler: Scheduler,
+        observer: StepObserver | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.watchdog = Watchdog(scheduler.predict_step_s)
+        self._worker = worker
+        self._program = program
+        self._calls = calls
+        self._sessions = calls.sessions
+        self._scheduler = scheduler
+        self._observer = observer
+        self._clock = clock
+        self._health = DeviceHealth(worker, calls.sessions.blocks)
+
+    def run(self, num_absent: int) -> list[Job]:
+        """Runs one step of the running calls; returns those that have their answer now.
+
+        Args:
+            num_absent: sessions that may call while the step runs.
+
+        Raises:
+            DeviceLost: the step failed, and the device for good.
+        """
+        began_s = self._clock()
+        chunks = self._scheduler.plan_chunks(self._calls.running, num_absent=num_absent)
+        jobs = [self._calls.running[chunk.job_index] for chunk in chunks]
+        try:
+            self._run_chunks(jobs, chunks, began_s)
+        except Exception as error:
+            _log.exception("a step of %d sessions failed", len(jobs))
+            self._fail([job for job in jobs if job in self._calls.running], error)
+            return []
+        self._health.note_step()
+        step_s = self._clock() - began_s
+        self._scheduler.observe_step(self.watchdog.believed_s(step_s))
+        self._report(len(chunks), sum(chunk.num_tokens for chunk in chunks), step_s)
+        return [job for job in jobs if job.answer is not None]
+
+    def run_ahead(self, ahead: Ahead) -> None:
+        """Runs one step of branches. If it crashes they all end: they wrote to no block that a session owns.
+
+        Raises:
+            DeviceLost: the step failed, and the device for good.
+        """
+        try:
+            began_s = self._clock()
+            branches = ahead.next_step(self._sessions)
+            if not branches:
+                return
+            slices = tuple(slice_of(branch.job.sequence, branch.job.num_pending, 1) for branch in branches)
+            copies = tuple(branch.block_copy for branch in branches if branch.block_copy is not None)
+            self.watchdog.plan = plan = StepPlan(slices, copies)
+            logits = self._worker.execute(plan)
+            for branch in branches:
+                branch.note_run()
+            ahead.advance(branches, logits, self._sessions)
+            num_tokens = sum(len(part.token_ids) for part in slices)
+            self._report(len(slices), num_tokens, self._clock() - began_s)
+        except Exception as error:
+            _log.exception("a step of branches failed")
+            self._sessions.end_forks()
+            self._health.note_failure(error)
+
+    def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float) -> None:
+        slices = tuple(
+            slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
+            for job, chunk in zip(jobs, chunks, strict=True)
+        )
+        self.watchdog.plan = plan = StepPlan(slices)
+        logits = self._worker.execute(plan)
+        step_tokens = sum(chunk.num_tokens for chunk in chunks)
+        for job, chunk in zip(jobs, chunks, strict=True):
+            job.sequence.kv_len += chunk.num_tokens
+            job.step_began_s, job.step_tokens = began_s, step_tokens
+        ready, non_finite, read = split_non_finite([job for job in jobs if not job.num_pending], logits)
+        for job in non_finite:
+            _log.error("the model gave no finite logits for session %s", job.sequence.session_id)
+            self._calls.fail(job, Internal("the model gave no finite logits; the session's KV was dropped"))
+        if ready:
+            self._program.advance(ready, read)
+        if any(job.answer is None and not job.num_pending for job in ready):
+            raise RuntimeError("the program neither finished a job nor went on with it")
+        # Last, and not after a chunk that asked for no logits: until they are read nobody knows that a pass was good.
+        for job in ready:
+            self._sessions.publish(job.sequence, job.call.position.committed_len)
+
+    def _fail(self, jobs: list[Job], error: Exception) -> None:
+        for job in jobs:
+            self._sessions.invalidate(job.sequence)  # frees the block in which the device is tried
+        self._health.note_failure(error)
+        for job in jobs:
+            self._calls.end(job, Internal("the forward pass failed; the session's KV was dropped"))
+
+    def _report(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer.observe_step(num_sequences=num_sequences, num_tokens=num_tokens, seconds=seconds)

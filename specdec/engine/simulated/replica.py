@@ -1,0 +1,234 @@
+"""What a simulated draft and a simulated target have in common: the real gate, the real KV books, a simulated device.
+
+A call passes the same gate (`specdec.engine.sessions.calls`) and the same books (`specdec.engine.sessions.table`) as in
+a real engine; its steps are waits on `specdec.engine.simulated.device`, and its answer is known as it begins.
+
+Not here: what is answered (`specdec.engine.simulated.engines`, which builds on this), the numbers (`pair`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+import specdec
+from specdec.engine.base import StepObserver
+from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.sessions.block_manager import BlockManager
+from specdec.engine.sessions.calls import Call, Calls
+from specdec.engine.sessions.sequence import Sequence
+from specdec.engine.sessions.table import SessionTable
+from specdec.engine.simulated.device import ForwardTime, SimulatedDevice, Timeline, Work
+from specdec.engine.simulated.pair import SimulatedPair
+from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
+from specdec.errors import Unavailable
+from specdec.types import BLOCK_TOKENS, EngineInfo, TokenIds
+
+MAX_CONTEXT_TOKENS = 131_072
+DEFAULT_NUM_KV_BLOCKS = 65_536
+
+#: From an answer to work that it must not be delayed by: the interpreter runs one thread at a time.
+_PAUSE_S = 1e-3
+
+NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedJob:
+    """A call in work; on the event loop."""
+
+    call: Call
+    sequence: Sequence
+    arrival_s: float
+    num_cached_tokens: int = 0
+    answer: Any = None
+    """Worked out as the job begins to run."""
+    new_token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    """Draft tokens that have KV once the job is done."""
+    work: Work | None = None
+    """On the device, once the job runs."""
+
+
+class SimulatedReplica:
+    """Owns the gate and the device. Use from one event loop."""
+
+    role: ClassVar[str]
+    is_stalled: ClassVar[bool] = False
+    """Nothing can hang: no step is really run."""
+
+    def __init__(
+        self,
+        pair: SimulatedPair,
+        *,
+        replica_id: str = "local",
+        model: str = "",
+        pool: str = "default",
+        max_gamma: int,
+        num_kv_blocks: int = DEFAULT_NUM_KV_BLOCKS,
+        scheduler: Scheduler | None = None,
+        observer: StepObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """See `specdec.engine.loop.replica.ReplicaOptions`; `scheduler` plans the steps, `observer` is told of them,
+        and pins end by `clock`."""
+        self._pair = pair
+        self._max_gamma = max_gamma
+        self._clock = clock
+        self._blocks = BlockManager(num_kv_blocks)
+        self._sessions = SessionTable(self._blocks, clock=clock)
+        self._calls: Calls[SimulatedJob, asyncio.Future[Any]] = Calls(self._sessions, _tell)
+        self._timeline = Timeline()
+        self._device = SimulatedDevice(self._forward, self._timeline, scheduler or Scheduler(), observer)
+        self._pin_timer: asyncio.TimerHandle | None = None
+        self._is_closing = False
+        self._idle = asyncio.Event()  # once it is closing
+        self._closed = asyncio.Event()
+        self._info = EngineInfo(
+            version=specdec.__version__,
+            role=self.role,
+            pool=pool,
+            replica_id=replica_id,
+            model=model,
+            model_fingerprint=f"simulated-{self.role}",
+            vocabulary_fingerprint=simulated_vocabulary_fingerprint(),
+            vocabulary_size=VOCABULARY_SIZE,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            eos_token_ids=(EOS_TOKEN_ID,),
+            max_gamma=max_gamma,
+            num_kv_blocks=num_kv_blocks,
+            kv_block_tokens=BLOCK_TOKENS,
+            kv_usage=0.0,
+            num_sessions=0,
+            draining=False,
+            dtype="none",
+            device="simulated",
+        )
+
+    @property
+    def _forward(self) -> ForwardTime:
+        raise NotImplementedError
+
+    def info(self) -> EngineInfo:
+        """What this replica is, with its load now."""
+        return replace(
+            self._info,
+            kv_usage=self._blocks.num_held / self._blocks.num_blocks,
+            num_sessions=self._sessions.num_with_kv,
+            draining=self._is_closing,
+        )
+
+    async def warm_up(self) -> None:
+        """Nothing is cold."""
+
+    async def release(self, session_ids: list[str]) -> None:
+        """Frees sessions' KV; calls in flight on them miss. Idempotent."""
+        for session_id in session_ids:
+            self._device.forget(session_id)
+            self._calls.release(session_id)
+        self._start_waiting(time.monotonic())
+
+    async def close(self) -> None:
+        """Finishes what is in flight, then frees everything. Idempotent."""
+        self._is_closing = True
+        self._start_waiting(time.monotonic())
+        await self._idle.wait()
+        await asyncio.to_thread(self._timeline.end)
+        self._sessions.release_all()
+        self._closed.set()
+
+    async def wait_ended(self) -> None:
+        """Returns once the engine has been closed."""
+        await self._closed.wait()
+
+    def check_integrity(self) -> None:
+        """Checks the KV books. Raises RuntimeError where they are wrong."""
+        self._sessions.check_integrity()
+
+    async def _call(self, call: Call) -> Any:
+        """Runs a call to its answer, as `specdec.engine.loop.device_loop.EngineLoop.call` does."""
+        if self._is_closing:
+            raise Unavailable("this replica is draining", reason="DRAINING")
+        arrival_s = time.monotonic()
+        waiter = asyncio.get_running_loop().create_future()
+        try:
+            sequence = self._calls.admit(call, waiter)
+            if sequence is not None:
+                self._sessions.align(sequence, call.position, call.draft_token_ids)
+                self._calls.enter(SimulatedJob(call, sequence, arrival_s), waiter)
+        finally:  # whatever became of this call, it may have ended another one
+            self._start_waiting(arrival_s)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            job = self._calls.job_of(call.position.session_id)
+            # One that the device has runs to its end: whoever waits may go away, and its steps are spent all the same.
+            if job is not None and job.work is None:
+                self._calls.abandon(call.position.session_id, waiter)
+                self._start_waiting(time.monotonic())
+            raise
+
+    def _start_waiting(self, now_s: float) -> None:
+        """Begins what has its blocks by now, and comes again when a pin ends that others wait for."""
+        for job in self._calls.start_waiting():
+            self._begin(job, now_s)
+        if self._pin_timer is not None:
+            self._pin_timer.cancel()
+            self._pin_timer = None
+        if self._calls.pin_end_s is not None:
+            left_s = max(0.0, self._calls.pin_end_s - self._clock())
+            self._pin_timer = asyncio.get_running_loop().call_later(
+                left_s, lambda: self._start_waiting(time.monotonic())
+            )
+        if self._is_closing and not self._calls:
+            self._idle.set()
+
+    def _begin(self, job: SimulatedJob, now_s: float) -> None:
+        """Works out a job's answer and submits its work, which begins to travel now."""
+        raise NotImplementedError
+
+    def _submit(
+        self, job: SimulatedJob, now_s: float, *, after: Callable[[], None] | None = None, **of_work: Any
+    ) -> None:
+        """Gives a job to the device; `after` is called on its thread once the answer is on its way."""
+        event_loop = asyncio.get_running_loop()
+
+        def finish(now_s: float) -> None:
+            answered = partial(event_loop.call_soon_threadsafe, self._complete, job)
+            self._timeline.at(now_s + self._pair.link_delay_s, lambda _: answered())
+            if after is not None:
+                self._timeline.at(now_s + self._pair.link_delay_s + _PAUSE_S, lambda _: after())
+
+        asked = job.call.position
+        job.work = Work(
+            asked.session_id, context_tokens=asked.committed_len, finish=finish, kv_len=job.sequence.kv_len, **of_work
+        )
+        self._device.submit(job.work, now_s + self._pair.link_delay_s)
+
+    def _complete(self, job: SimulatedJob) -> None:
+        sequence = job.sequence
+        if self._calls.job_of(sequence.session_id) is not job:
+            return  # superseded or released meanwhile
+        sequence.append(job.new_token_ids)
+        sequence.kv_len = len(sequence)
+        self._sessions.publish(sequence, job.call.position.committed_len)
+        self._calls.finish(job, replace(job.answer, kv_len=sequence.kv_len, **self._times(job)))
+        self._start_waiting(time.monotonic())
+
+    def _times(self, job: SimulatedJob) -> dict[str, Any]:
+        """What an answer says of its own time."""
+        return {"forward_s": time.monotonic() - job.arrival_s}
+
+
+def _tell(waiter: asyncio.Future[Any], outcome: Any) -> None:
+    if waiter.done():  # whoever waited has gone
+        return
+    if isinstance(outcome, BaseException):
+        waiter.set_exception(outcome)
+    else:
+        waiter.set_result(outcome)
