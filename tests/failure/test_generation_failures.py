@@ -307,7 +307,7 @@ async def test_a_drain_lets_running_requests_finish_and_admits_no_new_ones() -> 
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(max_new_tokens=60))
         output = await read_until(stream, 1)
-        drain = asyncio.create_task(coordinator.generation.admission.drain(60.0))
+        drain = asyncio.create_task(coordinator.generations.drain(60.0))
         await asyncio.sleep(0)
         assert (await failure(coordinator, request()))[:2] == ("UNAVAILABLE", "DRAINING")
         await read_rest(stream, output)

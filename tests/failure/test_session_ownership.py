@@ -144,7 +144,7 @@ async def test_an_admission_that_a_drain_overtakes_is_refused_and_leaves_nothing
     async with Rig() as rig:
 
         async def drain(*_: object) -> None:
-            await coordinator.generation.admission.drain(0.0)
+            await coordinator.generations.drain(0.0)
 
         coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "begin_request", before=drain))
         assert await reason_of(coordinator, request(session_id="s")) == "DRAINING"
@@ -164,7 +164,7 @@ async def test_a_session_deleted_while_its_request_ends_still_ends_for_its_reade
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=12))
         output = await read_until(stream, 12)
         await ending.wait()
-        deletion = asyncio.ensure_future(coordinator.generation.admission.delete("s"))
+        deletion = asyncio.ensure_future(coordinator.generations.delete("s"))
         await asyncio.sleep(0)
         gate.set()
         async with asyncio.timeout(10):

@@ -54,7 +54,7 @@ class TableModel:
 class RoundTables:
     """Everything one round needs on a pair of table models, by drafted prefix of length 0..gamma."""
 
-    law: SamplingFilters
+    filters: SamplingFilters
     gamma: int
     vocabulary_size: int = 6
     seed: int = 0
