@@ -87,13 +87,14 @@ async def start_service(
     listen: str = "127.0.0.1:0",
     pool: str = "default",
     vocabulary: str = "table",
+    context: int = 512,
     between: Callable[[Any], Any] = lambda engine: engine,
     **engine_options: Any,
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
-    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, salt=salt, vocabulary=vocabulary)
-    options = {"pool": pool, "replica_id": f"{role}-{salt}", "model": "table", "max_gamma": 8}
-    engine = (Proposer if role == DRAFT else Verifier)(worker, **options, **engine_options)
+    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt, vocabulary=vocabulary)
+    options = {"pool": pool, "replica_id": f"{role}-{salt}", "model": "table", "max_gamma": 8} | engine_options
+    engine = (Proposer if role == DRAFT else Verifier)(worker, **options)
     metrics = EngineMetrics("table", role=role)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
     server = ServiceServer(listen, service_names=(DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE,))
