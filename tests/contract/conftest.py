@@ -11,7 +11,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
-from tests.support.redis_fixture import RedisServer, redis_server, redis_url
+from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
 __all__ = ["embedded_url", "redis_server", "redis_url", "store_url"]
@@ -24,12 +24,13 @@ def embedded_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["redis", "memory", "embedded"])
-def store_url(request: pytest.FixtureRequest, redis_server: RedisServer, embedded_url: str) -> str:
-    return {
-        "redis": redis_server.url,
-        "memory": f"memory://{uuid.uuid4().hex}",
-        "embedded": embedded_url,
-    }[request.param]
+def store_url(request: pytest.FixtureRequest) -> str:
+    """Starts only the server that the test is for."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    if request.param == "embedded":
+        return str(request.getfixturevalue("embedded_url"))
+    return str(request.getfixturevalue("redis_server").url)
 
 
 @pytest.fixture

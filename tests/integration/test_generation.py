@@ -69,9 +69,32 @@ async def test_statistics_add_up_and_drafts_are_really_accepted_and_rejected() -
         assert usage.num_output_tokens == 60
         assert usage.num_prompt_tokens == len(PROMPT)
         assert 0 < stats.ttft_s <= stats.e2el_s
-        assert stats.wire_bytes > 0
-        assert stats.verify_s > 0
-        assert stats.draft_s > 0
+        # Each round carried its tokens' four bytes, to the draft and to the target, and something around them.
+        assert stats.wire_bytes > 8 * usage.num_output_tokens
+
+
+@pytest.mark.parametrize("held", ["draft", "target"])
+async def test_what_a_request_waits_for_its_draft_and_for_its_target_is_told_apart(held: str) -> None:
+    async with started_coordinator() as (rig, coordinator):
+        worker = (rig.draft if held == "draft" else rig.target).worker
+        worker.gate.clear()
+        generation = asyncio.ensure_future(coordinator.generate(request(max_new_tokens=12)))
+        await eventually(lambda: worker.entered.acquire(blocking=False))
+        await asyncio.sleep(0.4)
+        worker.gate.set()
+        stats = (await generation).finished.stats
+        waits = {"draft": stats.draft_s, "target": stats.verify_s}
+        assert waits.pop(held) >= 0.4
+        assert 0 < waits.popitem()[1] <= stats.e2el_s - 0.4
+        assert stats.draft_s + stats.verify_s <= stats.e2el_s
+
+
+async def test_a_request_without_drafts_waits_for_none() -> None:
+    async with started_coordinator() as (_, coordinator):
+        output = await coordinator.generate(request(mode=pb.SPECULATION_MODE_OFF))
+        assert output.finished is not None
+        assert output.finished.stats.draft_s == 0.0
+        assert 0 < output.finished.stats.verify_s <= output.finished.stats.e2el_s
 
 
 async def test_eos_ends_the_output_and_stays_in_it_without_text() -> None:

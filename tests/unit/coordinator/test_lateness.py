@@ -110,3 +110,22 @@ def test_a_replica_that_kept_a_deadline_begins_afresh(lateness: Lateness, clock:
     miss(lateness, clock)
     clock.now += FIRST_PAUSE_S
     assert not lateness.is_out(heard_at=0.0)
+
+
+def test_what_was_heard_when_a_call_was_sent_is_no_answer_to_it(lateness: Lateness, clock: Clock) -> None:
+    assert miss(lateness, clock, heard_at=clock.now)
+
+
+def test_what_was_heard_when_the_replica_was_given_up_does_not_bring_it_back(lateness: Lateness, clock: Clock) -> None:
+    miss(lateness, clock)
+    assert lateness.is_out(heard_at=clock.now)
+
+
+def test_a_call_sent_when_the_replica_was_given_up_counts_with_the_one_that_gave_it_up(
+    lateness: Lateness, clock: Clock
+) -> None:
+    miss(lateness, clock)
+    asked_at = clock.now
+    clock.now += FIRST_PAUSE_S
+    assert lateness.note_late(asked_at, heard_at=0.0)
+    assert not lateness.is_out(heard_at=0.0)  # the pause is the first one's

@@ -146,3 +146,44 @@ def test_acceptance_probabilities_of_rejection_and_coupling() -> None:
     assert acceptance_probability(p, p) == pytest.approx(1.0)
     assert coupled_acceptance_probability(p, p) == pytest.approx(1.0)
     assert coupled_acceptance_probability(p, q) == pytest.approx(2 / (1 + 1 + 2))
+
+
+@pytest.mark.parametrize("token_id", [0, 3, 9], ids=["before", "between", "after"])
+def test_an_entry_is_only_found_where_the_token_is(token_id: int) -> None:
+    assert [entry_of(inside, support(t1=1, t4=1)) for inside in (1, 4)] == [0, 1]
+    with pytest.raises(Internal, match=f"draft token {token_id} is not in its own support"):
+        entry_of(token_id, support(t1=1, t4=1))
+
+
+def test_residual_weights_are_exact_beyond_what_a_double_holds() -> None:
+    size = 1 << 15
+    draft_weights = np.full(size, 65535, dtype=np.uint16)
+    draft_weights[0] -= 1
+    wide = Support(np.arange(size, dtype=np.uint32), draft_weights)
+    target = np.array([1] + [0] * (size - 1) + [WEIGHT_TOTAL - 1], dtype=np.uint32)
+    weights = rejection.residual_weights(wide, DistributionRow(target, 40_000, 1.0))
+    assert weights.tolist()[-1] == (WEIGHT_TOTAL - 1) * (size * 65535 - 1)
+    same = rejection.residual_weights(support(t1=1, t2=3), row(0.25, 0.75, 0.0))
+    assert weights.dtype == same.dtype == np.int64
+
+
+def test_a_draw_at_a_level_itself_rejects() -> None:
+    """The draws are in [0, 1) or (0, 1): a level of 0 never accepts, and 1 always does."""
+
+    class Half(DrawKey):
+        def uniform(self, index: int, stream: object) -> float:
+            return 0.5
+
+    rows = [row(0.25, 0.75, 0.0), BONUS]  # p / q of token 1 is 0.25 / 0.5
+    assert acceptance_levels([1], [support(t1=1, t2=1)], rows) == ([1.0, 0.5], [0.5])
+    assert verify_block([1], [support(t1=1, t2=1)], rows, Half(1, 0, 0)).num_accepted == 0
+
+
+def test_a_round_without_draft_tokens_has_no_levels() -> None:
+    assert acceptance_levels([], [], [BONUS]) == ([1.0], [])
+
+
+def test_every_choice_that_agrees_is_accepted() -> None:
+    decisions = [verify_choices([5, 6, 7], [5, 6, 7, 1][:same] + [9] * (4 - same), [0.5] * 4) for same in range(4)]
+    assert [decision.num_accepted for decision in decisions] == [0, 1, 2, 3]
+    assert [decision.token_ids for decision in decisions] == [(9,), (5, 9), (5, 6, 9), (5, 6, 7, 9)]

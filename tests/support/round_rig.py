@@ -1,0 +1,158 @@
+"""Rounds of one session, one at a time, on real draft and target services in one process: real gRPC, table models.
+
+What the services are asked is noted, and they may be told to fail or to stand still instead of answering. Not a
+coordinator: no store, no text, nothing is published (`coordinator_rig`). Called by tests of the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from coordinator.replicas.placement import SessionReplicas
+from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.round.draft_clock import DraftClock
+from coordinator.round.gamma import GammaChooser, PoolRecord, RoundTimes
+from coordinator.round.runner import RoundOutcome, RoundRunner, RoundSetting
+from coordinator.round.tokens import SessionTokens
+from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
+from tests.support.coordinator_rig import PROMPT, VOCABULARY, Service, start_service
+
+
+class NotedEngine:
+    """An engine that notes what it is asked, and may be told not to answer."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.asked: list[Any] = []
+        """Every request, those that were not answered too."""
+        self.error: BaseException | None = None
+        """Raised in place of every answer."""
+        self.gates: dict[str, asyncio.Event] = {}
+        """By session: what its calls wait for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def propose(self, request: ProposeRequest) -> Proposal:
+        await self._note(request)
+        proposal: Proposal = await self._engine.propose(request)
+        return proposal
+
+    async def verify(self, request: VerifyRequest) -> Verification:
+        await self._note(request)
+        verification: Verification = await self._engine.verify(request)
+        return verification
+
+    async def _note(self, request: Any) -> None:
+        self.asked.append(request)
+        if (gate := self.gates.get(request.position.session_id)) is not None:
+            await gate.wait()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def starts(self) -> list[int]:
+        """From which position each request sent the session's tokens."""
+        return [request.position.start for request in self.asked]
+
+
+class NotedGamma(GammaChooser):
+    """What the request's chooser is told of its rounds."""
+
+    def __init__(self, gamma: int) -> None:
+        super().__init__(PoolRecord(), fixed=gamma, max_gamma=16)
+        self.told: list[RoundTimes] = []
+
+    def observe(self, times: RoundTimes) -> None:
+        self.told.append(times)
+        super().observe(times)
+
+
+class Rounds:
+    """One session's rounds, without a limit on its output."""
+
+    def __init__(
+        self,
+        pools: ReplicaPools,
+        *,
+        session_id: str = "s",
+        prompt: Sequence[int] = PROMPT,
+        gamma: int = 3,
+        temperature: float = 0.0,
+        mode: Mode = Mode.REJECTION,
+        draft_timeout_s: float | None = None,
+    ) -> None:
+        setting = RoundSetting(
+            session_id=session_id,
+            epoch=1,
+            turn=0,
+            output_start=len(prompt),
+            filters=SamplingFilters(temperature=temperature),
+            seed=5,
+            mode=mode,
+            num_logprobs=None,
+            vocabulary_size=VOCABULARY,
+            draft_timeout_s=draft_timeout_s,
+        )
+        self.tokens = SessionTokens(prompt)
+        self.replicas = SessionReplicas(session_id, pools)
+        self.replicas.draft_pool = "default"
+        self.replicas.target_fingerprint = pools.target_info.model_fingerprint
+        self.gamma = NotedGamma(gamma)
+        self._runner = RoundRunner(setting, self.tokens, self.replicas, self.gamma, DraftClock())
+        self._num_run = 0
+
+    async def run(self, remaining: int = 1000) -> RoundOutcome:
+        """Runs one round and commits it."""
+        outcome = await self._runner.run(self._num_run, remaining)
+        self._num_run += 1
+        self.tokens.extend(outcome.token_ids)
+        return outcome
+
+
+class RoundRig:
+    """The services, and pools connected to them. Use as an async context manager."""
+
+    def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1, **draft_options: Any) -> None:
+        """`draft_salt` 0 makes the draft's model the target's; `draft_options` are `start_service`'s."""
+        self._counts = {TARGET: targets, DRAFT: drafts}
+        self._draft_salt = draft_salt
+        self._draft_options = draft_options
+        self._services: dict[str, list[Service]] = {TARGET: [], DRAFT: []}
+        self.targets: list[NotedEngine] = []
+        self.drafts: list[NotedEngine] = []
+
+    async def __aenter__(self) -> Self:
+        for role, count in self._counts.items():
+            noted = self.targets if role == TARGET else self.drafts
+
+            def between(engine: Any, noted: list[NotedEngine] = noted) -> NotedEngine:
+                noted.append(NotedEngine(engine))
+                return noted[-1]
+
+            for _ in range(count):
+                salt, options = (0, {}) if role == TARGET else (self._draft_salt, self._draft_options)
+                service = await start_service(role, salt=salt, between=between, **options)
+                self._services[role].append(service)
+        self.pools = ReplicaPools(
+            "table", static_endpoints=[(role, service.address) for role in self._services for service in self.of(role)]
+        )
+        while sum(replica.is_alive for replica in self.pools.all_replicas()) < sum(self._counts.values()):
+            await self.pools.poll()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.pools.close()
+        for service in [*self.of(TARGET), *self.of(DRAFT)]:
+            await service.kill()
+
+    def of(self, role: str) -> list[Service]:
+        return self._services[role]
+
+    def rounds(self, **options: Any) -> Rounds:
+        return Rounds(self.pools, **options)
