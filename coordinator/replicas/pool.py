@@ -85,7 +85,7 @@ class Replica(Generic[LinkT]):
     def fail(self, error: BaseException) -> None:
         """Takes the replica out of use until it answers again."""
         if self.is_alive:
-            _log.warning("%s replica %s failed: %s", self.role, self.address, error)
+            _log.warning("%s replica %s failed: %s", self.role, self.address, str(error) or type(error).__name__)
             self.on_doubt()
         elif self.info is None and not self._complaint:
             self._complaint = str(error) or type(error).__name__
@@ -262,6 +262,8 @@ class ReplicaPools:
         """
         endpoints = await self._endpoints()
         for key in self._replicas.keys() - endpoints:
+            if check := self._checks.pop(key, None):
+                check.cancel()
             await self._replicas.pop(key).link.close()
         for key in endpoints - self._replicas.keys():
             self._replicas[key] = Replica(*key, self._open_link(*key))

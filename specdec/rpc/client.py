@@ -183,6 +183,12 @@ class _Link(Generic[RequestT, ReplyT]):
             answer = await call(request.SerializeToString(), timeout=self._call_timeout_s)
             check_num_fields(answer, answer_type)
             return answer_type.FromString(answer)
+        except asyncio.CancelledError:
+            # gRPC cancels what awaits a call on a channel that is closed, as if the caller had been cancelled.
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            raise Unavailable(f"{self.address}: the link was closed") from None
         except grpc.aio.AioRpcError as error:
             raise status.from_rpc_error(error, peer=self.address) from error
         except DecodeError as error:

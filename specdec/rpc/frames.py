@@ -79,7 +79,7 @@ class FrameServer:
                     raise Unavailable("the replica is draining", reason="DRAINING")
                 return await self._answer(item)
             except SpecdecError as error:
-                failure = error
+                failure = error.with_traceback(None)  # its frames hold the item, and this one holds it: a cycle
             except Exception as error:
                 failure = internal_error(error, new_request_id())
         return self._reply_type(call_id=item.call_id, status=status.to_item_status(failure))

@@ -8,14 +8,14 @@ frame (`frames`). Installed by `server`.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -47,6 +47,7 @@ _FACTORIES = {
 def internal_error(error: BaseException, request_id: str) -> Internal:
     """Logs an unexpected error with its traceback and returns what the caller may know of it."""
     _log.error("unexpected %s", type(error).__name__, exc_info=error, extra={"failed_request_id": request_id})
+    error.__traceback__ = None  # as in `_abort`
     return Internal(f"internal error; the log has it under request id {request_id}")
 
 
@@ -132,8 +133,12 @@ def _wrap_coroutine(
     behaviour: Callable[[Any, Any], Awaitable[Any]], read: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def handle(request: Any, context: Any) -> Any:
-        async with _mapped_errors(context):
-            return await behaviour(read(request), context)
+        async with _MappedErrors(context):
+            try:
+                answering = behaviour(read(request), context)
+            finally:
+                del request  # as in `_abort`
+            return await answering
 
     return handle
 
@@ -144,28 +149,43 @@ def _wrap_generator(
     # A coroutine that writes, instead of a generator around a generator: when the call is cancelled, the handler is
     # closed here and now, in its own task, and not when the garbage collector finds it.
     async def handle(request: Any, context: Any) -> None:
-        async with _mapped_errors(context), aclosing(behaviour(read(request), context)) as responses:
-            async for response in responses:
-                await context.write(response)
+        async with _MappedErrors(context):
+            try:
+                answering = behaviour(read(request), context)
+            finally:
+                del request  # as in `_abort`
+            async with aclosing(answering) as responses:
+                async for response in responses:
+                    await context.write(response)
 
     return handle
 
 
-@asynccontextmanager
-async def _mapped_errors(context: Any) -> AsyncIterator[None]:
-    request_id = _request_id(context)
-    with bind(request_id=request_id):
+class _MappedErrors:
+    """Whatever is raised inside ends the call with its status."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._request_id = _request_id(context)
+        self._binding = bind(request_id=self._request_id)
+
+    async def __aenter__(self) -> None:
+        self._binding.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del trace  # as in `_abort`
         try:
-            yield
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except _Malformed as error:
-            _complaints.note(context.peer(), error)
-            await _abort(context, error, request_id)
-        except SpecdecError as error:
-            await _abort(context, error, request_id)
-        except Exception as error:
-            await _abort(context, internal_error(error, request_id), request_id)
+            if isinstance(error, _Malformed):
+                _complaints.note(self._context.peer(), error)
+            if isinstance(error, SpecdecError):
+                await _abort(self._context, error, self._request_id)
+            # Cancellation is none, and what has ended the call already has a status.
+            elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+                await _abort(self._context, internal_error(error, self._request_id), self._request_id)
+        finally:
+            self._binding.__exit__(None, None, None)
 
 
 def _request_id(context: Any) -> str:
@@ -177,6 +197,9 @@ def _request_id(context: Any) -> str:
 
 async def _abort(context: Any, error: SpecdecError, request_id: str) -> None:
     rpc_status = status.to_status(error, request_id=request_id)
+    # gRPC keeps what ends a call, with its frames, until the collector comes, which may take thousands of calls. What
+    # was asked, megabytes maybe, does not wait for that.
+    error.__traceback__ = None
     await context.abort(
         grpc.StatusCode[error.code], error.message, trailing_metadata=status.trailing_metadata(rpc_status)
     )

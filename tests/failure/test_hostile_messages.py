@@ -6,7 +6,9 @@ Sent as bytes over real gRPC, so that nothing of ours has read them before the s
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -272,4 +274,27 @@ async def test_a_process_serves_others_among_hostile_messages_and_its_memory_ret
                     await attack
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 levels.append(resident_bytes(target.process.pid))
+        assert levels[-1] - levels[1] < 24 << 20, [level >> 20 for level in levels]
+
+
+@pytest.mark.parametrize(
+    ("method", "content"),
+    [
+        pytest.param(VERIFY, field(1, field(2, field(1, b"s") + field(6, b"\x05" * 1_000_000))), id="committed tokens"),
+        pytest.param(VERIFY, field(1, field(2, SESSION) + field(3, b"\x05" * 1_000_000)), id="draft tokens"),
+        pytest.param(GENERATE, field(3, b"p") + field(6, field(13, b"\x05" * 1_000_000)), id="stop tokens"),
+    ],
+)
+async def test_what_is_refused_is_kept_no_longer_than_its_answer_takes(method: str, content: bytes) -> None:
+    """No collector runs in a service that is asked little: what waits for it may be any number of messages."""
+    async with started_coordinator() as (rig, coordinator):
+        levels = []
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(12):
+                assert await outcome(rig, coordinator, method, content) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+                levels.append(resident_bytes(os.getpid()))
+        finally:
+            gc.enable()
         assert levels[-1] - levels[1] < 24 << 20, [level >> 20 for level in levels]

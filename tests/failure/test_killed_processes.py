@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+
 import grpc
 import pytest
 
+from specdec.client import AsyncClient
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.process_rig import (
     NUM_TOKENS,
@@ -52,6 +56,24 @@ def test_a_killed_coordinators_stream_is_finished_by_another(stack: Stack, refer
     stack.restart("coordinator")
     record = stub_of(stack.endpoint).GetSession(pb.GetSessionRequest(session_id="orphan", include_token_ids=True))
     assert list(record.token_ids) == [*PROMPT, *reference]
+
+
+async def test_a_stream_of_a_coordinator_that_stands_still_is_finished_by_another(
+    stack: Stack, reference: list[int]
+) -> None:
+    standing = stack.parts["coordinator"].process
+    assert standing is not None
+    endpoint = f"ipv4:{stack.endpoint},{stack.parts['coordinator2'].address}"
+    options = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4 * NUM_TOKENS}
+    try:
+        async with AsyncClient(endpoint) as client, client.generate(stream=True, gamma=1, **options) as stream:
+            await anext(stream)
+            standing.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(40):  # gRPC by itself waits for a minute
+                output = await stream.result()
+    finally:
+        standing.send_signal(signal.SIGCONT)
+    assert list(output.token_ids) == reference
 
 
 def test_a_terminated_coordinator_finishes_what_runs_and_leaves_well(stack: Stack, reference: list[int]) -> None:

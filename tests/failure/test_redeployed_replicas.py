@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.support.coordinator_rig import (
     request,
     start_service,
 )
+from tests.support.silent_service import silent_service
 from tests.support.stack import free_port
 
 
@@ -167,3 +169,24 @@ async def test_an_endpoint_where_nobody_listens_is_told_once(caplog: pytest.LogC
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "does not answer yet" in warning
     await pools.close()
+
+
+@pytest.mark.parametrize("role", [DRAFT, TARGET])
+async def test_a_replica_that_stands_still_until_its_record_expires_leaves_the_others_in_use(role: str) -> None:
+    async with Rig() as rig, silent_service() as address:
+        registry = open_registry(f"memory://{id(rig)}")
+        for service in rig.services:
+            await registry.publish(ReplicaRecord(service.address, service.engine.info()), ttl_s=600.0)
+        (like,) = rig.of_role(role)
+        engine = replace(like.engine.info(), replica_id="silent")
+        await registry.publish(ReplicaRecord(address, engine), ttl_s=600.0)
+        pools = ReplicaPools("table", registry=registry)
+        await pools.poll()  # leaves it while it is being asked what it is
+        for _ in range(2):
+            await registry.remove("silent")
+            await pools.poll()
+            await registry.publish(ReplicaRecord(address, engine), ttl_s=600.0)
+            await pools.poll()
+        await poll_until_all_live(pools, 2)
+        await pools.close()
+        await registry.close()

@@ -30,6 +30,7 @@ from tests.support.arithmetic_engines import (
     make_round,
     support_of,
 )
+from tests.support.silent_service import silent_service
 
 
 class DraftReplica:
@@ -355,3 +356,25 @@ async def test_calls_are_counted_by_outcome() -> None:
         assert value("specdec:draft_tokens_total", labels) == 3
         assert value("specdec:call_failures_total", {**labels, "reason": "KV_MISS"}) == 1
         assert value("specdec:num_requests_running", labels) == 0
+
+
+async def test_a_description_that_is_awaited_when_the_link_is_closed_fails_as_any_other() -> None:
+    async with silent_service() as address:
+        link = DraftLink(address)
+        asking = asyncio.create_task(link.info())
+        done, _ = await asyncio.wait([asking], timeout=0.3)  # it is under way
+        assert not done
+        await link.close()
+        with pytest.raises(errors.Unavailable, match="the link was closed"):
+            await asking
+
+
+async def test_a_description_may_be_cancelled() -> None:
+    async with silent_service() as address:
+        link = DraftLink(address)
+        asking = asyncio.create_task(link.info())
+        await asyncio.wait([asking], timeout=0.3)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await link.close()
