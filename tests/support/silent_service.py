@@ -1,4 +1,4 @@
-"""A service that takes every call and answers none, as a process that stands still. Called by tests of links and pools."""
+"""A service that takes every call and answers none, as a process that stands still: for tests of links and pools."""
 
 from __future__ import annotations
 
