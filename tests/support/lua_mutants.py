@@ -80,7 +80,9 @@ def mutants_of(script: str, text: str) -> Iterator[LuaMutant]:
 
 
 def all_mutants() -> list[LuaMutant]:
-    return [mutant for path in sorted((ROOT / SCRIPTS).glob("*.lua")) for mutant in mutants_of(path.name, path.read_text())]
+    return [
+        mutant for path in sorted((ROOT / SCRIPTS).glob("*.lua")) for mutant in mutants_of(path.name, path.read_text())
+    ]
 
 
 class _Copy:
