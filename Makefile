@@ -104,4 +104,4 @@ down:  ## stop it and forget its state
 ci: lint type proto-check k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
