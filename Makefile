@@ -20,7 +20,7 @@ export GRPC_VERBOSITY := ERROR
 # Two workers, whole files each (a file shares its processes), one thread apiece.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help setup demo test test-full model-list test-gpu test-failure bench lint type proto proto-check k8s-validate images up down ci clean redis
+.PHONY: help setup demo test test-full model-list test-gpu test-failure mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,6 +57,10 @@ test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where ther
 
 test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
+
+mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[mutants]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants $(ONLY)
 
 bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results and plots; fails when a row falls short
 	@status=0; for suite in wire latency throughput orchestration; do \
@@ -103,4 +107,4 @@ down:  ## stop it and forget its state
 ci: lint type proto-check k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info

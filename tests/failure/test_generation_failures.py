@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import numpy as np
@@ -28,6 +29,7 @@ from tests.support.coordinator_rig import (
     start_service,
     started_coordinator,
 )
+from tests.support.round_rig import NotedEngine
 
 
 async def failure(coordinator: Coordinator, asked: pb.GenerateRequest) -> tuple[str, str, str]:
@@ -66,7 +68,14 @@ async def test_a_draft_that_comes_back_drafts_again() -> None:
 
 
 async def test_a_late_draft_is_not_waited_for_and_its_answer_is_ignored() -> None:
-    async with Rig() as rig:
+    async with Rig(drafts=0) as rig:
+        drafts: list[NotedEngine] = []
+
+        def note(engine: Any) -> NotedEngine:
+            drafts.append(NotedEngine(engine))
+            return drafts[0]
+
+        rig.services.append(await start_service(DRAFT, salt=1, between=note))
         coordinator = await rig.coordinator(draft_timeout_s=0.05)
         rig.draft.worker.gate.clear()
         try:
@@ -75,8 +84,8 @@ async def test_a_late_draft_is_not_waited_for_and_its_answer_is_ignored() -> Non
             rig.draft.worker.gate.set()
         assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
         assert output.finished.stats.num_draft_tokens == 0
-        # Asked less and less often, so that the deadline is not paid in every round.
-        assert output.finished.stats.draft_s < 24 * 0.05
+        # One of 24 rounds paid the deadline; where they take seconds, a second or third one tried the draft again.
+        assert 1 <= len(drafts[0].asked) <= 3
         later = await coordinator.generate(request([9], session_id=output.started.session_id, gamma=2))
         assert later.finished.stats.num_draft_tokens > 0
 

@@ -55,9 +55,13 @@ class LuaMutant(NamedTuple):
     after: str
 
     @property
-    def key(self) -> str:
+    def path(self) -> str:
+        return f"{SCRIPTS}/{self.script}"
+
+    @property
+    def change(self) -> str:
         """Names it as long as the line stays the same."""
-        return f"{SCRIPTS}/{self.script}: {self.before.strip()} => {self.after.strip()}"
+        return f"{self.script}: {self.before.strip()} => {self.after.strip()}"
 
 
 def mutants_of(script: str, text: str) -> Iterator[LuaMutant]:

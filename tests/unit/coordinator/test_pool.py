@@ -1,0 +1,127 @@
+"""Pools of replicas on real services: who is in use, what they allow together, and what is said when that changes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from specdec.errors import NotFound, Unavailable
+from tests.support.coordinator_rig import start_service
+from tests.support.round_rig import RoundRig
+
+
+async def test_a_replica_is_out_of_use_from_a_failed_call_until_it_answers_again() -> None:
+    async with RoundRig() as rig:
+        (target,) = rig.pools.targets()
+        target.fail(Unavailable("gone"))
+        assert (target.is_alive, target.takes_sessions, rig.pools.is_ready) == (False, False, False)
+        assert not rig.pools.serves(target.model)
+        await rig.pools.poll()
+        assert (target.is_alive, target.takes_sessions, rig.pools.is_ready) == (True, True, True)
+        assert rig.pools.serves("table-0-table")
+        assert not rig.pools.serves("table-1-table")
+
+
+async def test_a_draft_that_was_late_and_then_gone_begins_afresh_when_it_is_back() -> None:
+    async with RoundRig() as rig:
+        (draft,) = rig.pools.drafts("default")
+        assert draft.lateness.note_late(asked_at=draft.link.heard_at + 1.0, heard_at=0.0)
+        await rig.pools.poll()
+        assert draft.lateness.is_marked  # describing itself is its event loop's work, not its device's
+        draft.fail(Unavailable("gone"))
+        await rig.pools.poll()
+        assert not draft.lateness.is_marked
+        assert draft.is_in_use
+
+
+async def test_the_smallest_context_and_gamma_of_the_replicas_bind_all_sessions() -> None:
+    services = [
+        await start_service(TARGET, salt=0, context=100, max_gamma=6),
+        await start_service(TARGET, salt=0, context=300, max_gamma=8),
+        await start_service(DRAFT, salt=1, context=50, max_gamma=3),
+    ]
+    pools = ReplicaPools("table", static_endpoints=[(service.role, service.address) for service in services])
+    while len([replica for replica in pools.all_replicas() if replica.is_alive]) < 3:
+        await pools.poll()
+    assert (pools.max_context_tokens, pools.max_gamma) == (100, 3)
+    small = next(replica for replica in pools.targets() if replica.info and replica.info.max_context_tokens == 100)
+    small.fail(Unavailable("gone"))
+    assert pools.max_context_tokens == 300
+    assert pools.target_info.max_context_tokens == 300
+    for target in pools.targets():
+        target.fail(Unavailable("gone"))
+    assert not pools.is_ready
+    assert pools.target_info.model_fingerprint == "table-0-table"
+    await pools.close()
+    for service in services:
+        await service.kill()
+
+
+async def test_what_is_served_is_unknown_until_a_target_has_been_connected() -> None:
+    pools = ReplicaPools("table", static_endpoints=[(TARGET, "127.0.0.1:1")])
+    with pytest.raises(Unavailable, match="no target replica has been connected yet"):
+        _ = pools.target_info
+    await pools.poll()
+    with pytest.raises(Unavailable):
+        _ = pools.target_info
+    assert pools.route_draft("") == ""
+    with pytest.raises(NotFound):
+        pools.route_draft("default")
+    await pools.close()
+
+
+async def test_a_change_of_readiness_is_told_once() -> None:
+    told = []
+
+    async def note(is_ready: bool) -> None:
+        told.append(is_ready)
+
+    service = await start_service(TARGET, salt=0)
+    pools = ReplicaPools("table", static_endpoints=[(TARGET, service.address)], on_readiness=note)
+    while not pools.is_ready:
+        await pools.poll()
+    await pools.poll()
+    assert told == [True]
+    await service.kill()
+    while pools.is_ready:
+        await pools.poll()
+    await pools.poll()
+    assert told == [True, False]
+    await pools.close()
+
+
+async def test_a_replica_of_the_other_role_is_left_out_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = await start_service(TARGET, salt=0)
+    pools = ReplicaPools("table", static_endpoints=[(TARGET, service.address), (DRAFT, service.address)])
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            await pools.poll()
+    assert [replica.role for replica in pools.all_replicas()] == [TARGET]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert f"{service.address} is not a draft service" in line
+    await pools.close()
+    await service.kill()
+
+
+async def test_sessions_sent_to_a_replica_count_until_it_tells_its_own_number() -> None:
+    async with RoundRig(drafts=0) as rig:
+        (target,) = rig.pools.targets()
+        before = target.load
+        rounds = rig.rounds()
+        await rounds.run()
+        assert target.load == before + 1
+        target.note_new_session()
+        assert target.load == before + 2
+        await rig.pools.poll()
+        assert target.load == before + 1  # the one that it really holds
+
+
+async def test_releasing_a_session_frees_it_at_every_replica_and_fails_at_none() -> None:
+    async with RoundRig() as rig:
+        await rig.rounds().run()
+        assert [engine.info().num_sessions for engine in (*rig.targets, *rig.drafts)] == [1, 1]
+        await rig.of(DRAFT)[0].kill()
+        await rig.pools.release("s")
+        assert rig.targets[0].info().num_sessions == 0
