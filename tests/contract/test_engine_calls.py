@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from draft_service.proposer import Proposer
+from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.engine.simulated.device import ForwardTime
@@ -67,7 +68,7 @@ class EngineRig:
         else:
             self._held = TableWorker(num_blocks=num_blocks)
             real = Proposer if kind.endswith("draft") else Verifier
-            self.engine = real(self._held, max_step_tokens=MAX_STEP_TOKENS, clock=self._now_s)
+            self.engine = real(self._held, ReplicaOptions(max_step_tokens=MAX_STEP_TOKENS), clock=self._now_s)
 
     def _now_s(self) -> float:
         return time.monotonic() + self._passed_s

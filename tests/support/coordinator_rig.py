@@ -91,12 +91,13 @@ async def start_service(
     pool: str = "default",
     vocabulary: str = "table",
     context: int = 512,
+    max_gamma: int = 8,
     between: Callable[[Any], Any] = lambda engine: engine,
     predraft: Predraft = Predraft.OFF,
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt, vocabulary=vocabulary)
-    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=8)
+    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma)
     engine = Proposer(worker, options, DraftOptions(predraft=predraft)) if role == DRAFT else Verifier(worker, options)
     metrics = EngineMetrics("table", role=role)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)

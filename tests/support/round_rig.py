@@ -17,6 +17,7 @@ from coordinator.round.draft_clock import DraftClock
 from coordinator.round.gamma import GammaChooser, PoolRecord, RoundTimes
 from coordinator.round.runner import RoundOutcome, RoundRunner, RoundSetting
 from coordinator.round.tokens import SessionTokens
+from specdec.rpc.client import open_link
 from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from tests.support.coordinator_rig import PROMPT, VOCABULARY, Service, start_service
 
@@ -137,9 +138,8 @@ class RoundRig:
                 salt, options = (0, {}) if role == TARGET else (self._draft_salt, self._draft_options)
                 service = await start_service(role, salt=salt, between=between, **options)
                 self._services[role].append(service)
-        self.pools = ReplicaPools(
-            "table", static_endpoints=[(role, service.address) for role in self._services for service in self.of(role)]
-        )
+        endpoints = [(role, service.address) for role in self._services for service in self.of(role)]
+        self.pools = ReplicaPools("table", open_link, static_endpoints=endpoints)
         while sum(replica.is_alive for replica in self.pools.all_replicas()) < sum(self._counts.values()):
             await self.pools.poll()
         return self

@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from specdec.errors import NotFound, Unavailable
+from specdec.rpc.client import open_link
 from tests.support.coordinator_rig import start_service
 from tests.support.round_rig import RoundRig
 
@@ -42,7 +43,7 @@ async def test_the_smallest_context_and_gamma_of_the_replicas_bind_all_sessions(
         await start_service(TARGET, salt=0, context=300, max_gamma=8),
         await start_service(DRAFT, salt=1, context=50, max_gamma=3),
     ]
-    pools = ReplicaPools("table", static_endpoints=[(service.role, service.address) for service in services])
+    pools = ReplicaPools("table", open_link, static_endpoints=[(service.role, service.address) for service in services])
     while len([replica for replica in pools.all_replicas() if replica.is_alive]) < 3:
         await pools.poll()
     assert (pools.max_context_tokens, pools.max_gamma) == (100, 3)
@@ -60,7 +61,7 @@ async def test_the_smallest_context_and_gamma_of_the_replicas_bind_all_sessions(
 
 
 async def test_what_is_served_is_unknown_until_a_target_has_been_connected() -> None:
-    pools = ReplicaPools("table", static_endpoints=[(TARGET, "127.0.0.1:1")])
+    pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, "127.0.0.1:1")])
     with pytest.raises(Unavailable, match="no target replica has been connected yet"):
         _ = pools.target_info
     await pools.poll()
@@ -79,7 +80,7 @@ async def test_a_change_of_readiness_is_told_once() -> None:
         told.append(is_ready)
 
     service = await start_service(TARGET, salt=0)
-    pools = ReplicaPools("table", static_endpoints=[(TARGET, service.address)], on_readiness=note)
+    pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, service.address)], on_readiness=note)
     while not pools.is_ready:
         await pools.poll()
     await pools.poll()
@@ -94,7 +95,7 @@ async def test_a_change_of_readiness_is_told_once() -> None:
 
 async def test_a_replica_of_the_other_role_is_left_out_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     service = await start_service(TARGET, salt=0)
-    pools = ReplicaPools("table", static_endpoints=[(TARGET, service.address), (DRAFT, service.address)])
+    pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, service.address), (DRAFT, service.address)])
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             await pools.poll()
