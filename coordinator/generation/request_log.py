@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 
 from coordinator.requests import (
     GenerationIdentity,
@@ -175,12 +176,15 @@ def decode_parameters(text: str) -> RequestParameters:
     )
 
 
-def encode_stats(stats: RequestStats) -> str:
-    # Once a round: counts, times and a list of counts are JSON as Python prints them.
-    return "{" + ",".join([f'"{name}":{getattr(stats, name)!r}' for name in _STATS_FIELDS]) + "}"
-
-
 _STATS_FIELDS = tuple(RequestStats.__dataclass_fields__)
+_STATS_FORMAT = "{" + ",".join(f'"{name}":%r' for name in _STATS_FIELDS) + "}"
+_stats_values = attrgetter(*_STATS_FIELDS)
+
+
+def encode_stats(stats: RequestStats) -> str:
+    """JSON that `decode_stats` reads back exactly."""
+    # Once a round: counts, times and a list of counts are JSON as Python prints them.
+    return _STATS_FORMAT % _stats_values(stats)
 
 
 def decode_stats(text: str) -> RequestStats:
