@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from specdec.errors import LeaseLost, NotFound, SessionBusy
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
-from specdec.state.redis_store import open_store
+from specdec.state.redis_store import DEFAULT_SESSION_TTL_S, open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.store_sessions import (
     LONG_TTL_S,
@@ -159,3 +163,83 @@ async def test_a_session_is_left_from_a_release_until_its_next_owner_who_may_pas
     await store.release(failed, left=False)
     states.append(await store.load(session_id))
     assert [state is not None and state.was_left for state in states] == [False, True, False, True, False]
+
+
+# ---- every write is fenced, and prolongs --------------------------------------------------------------------------
+
+Operation = Callable[[SessionStore, Lease], Awaitable[Any]]
+
+OPERATIONS: dict[str, Operation] = {
+    "renew": lambda store, lease: store.renew(lease),
+    "begin_request": lambda store, lease: store.begin_request(lease, REQUEST, keep=3, token_ids=tokens(4)),
+    "commit": lambda store, lease: store.commit(lease, a_round(0, 3, 7)),
+    "repair": lambda store, lease: store.repair(lease, base_len=3, token_ids=tokens(7)),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+async def test_a_write_needs_the_owners_name_and_its_newest_epoch(
+    store: SessionStore, session_id: str, lease: Lease, operation: Operation
+) -> None:
+    now = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=False)
+    for forged in (lease, replace(now, owner="other"), replace(now, epoch=now.epoch + 1)):
+        with pytest.raises(LeaseLost):
+            await operation(store, forged)
+    record = await store.load(session_id)
+    assert record is not None
+    assert (record.owner, record.epoch, record.round_id) == ("me", now.epoch, 0)
+    assert await held_tokens(store, session_id) == [1, 2, 3]
+    await operation(store, now)
+
+
+async def test_a_release_needs_the_owners_name_and_its_newest_epoch(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    now = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=False)
+    for forged in (lease, replace(now, owner="other"), replace(now, epoch=now.epoch + 1)):
+        await store.release(forged)
+        record = await store.load(session_id)
+        assert record is not None
+        assert (record.owner, record.was_left) == ("me", False)
+    await store.release(now)
+    record = await store.load(session_id)
+    assert record is not None
+    assert (record.owner, record.was_left) == ("", True)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *OPERATIONS.values(),
+        lambda store, lease: store.acquire(lease.session_id, owner="me", ttl_s=LONG_TTL_S, create=False),
+        lambda store, lease: store.release(lease),
+    ],
+    ids=[*OPERATIONS, "acquire", "release"],
+)
+async def test_whatever_is_done_with_a_lease_keeps_the_sessions_record_and_its_log_alike(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease, operation: Operation
+) -> None:
+    keys = session_keys("default", session_id)[:2]
+    for key in keys:
+        await raw.run_command("PEXPIRE", key, 30_000)
+    await operation(store, lease)
+    for key in keys:
+        assert await raw.run_command("PTTL", key) > (DEFAULT_SESSION_TTL_S - 60) * 1000
+
+
+async def test_a_lease_tells_whether_its_session_was_left_in_order(store: SessionStore, session_id: str) -> None:
+    told = []
+    for left in (False, True, True):
+        lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+        told.append(lease.was_left)
+        await store.release(lease, left=left)
+    told.append((await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)).was_left)
+    told.append((await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)).was_left)
+    assert told == [False, False, True, True, False]
+
+
+async def test_an_epoch_is_the_servers_time_in_microseconds_so_that_it_rises_whatever_is_forgotten(
+    store: SessionStore, session_id: str
+) -> None:
+    lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    assert abs(lease.epoch / 1e6 - time.time()) < 60  # the server is of this machine
