@@ -180,7 +180,7 @@ async def test_a_replica_that_stands_still_until_its_record_expires_leaves_the_o
         (like,) = rig.of_role(role)
         engine = replace(like.engine.info(), replica_id="silent")
         await registry.publish(ReplicaRecord(address, engine), ttl_s=600.0)
-        pools = ReplicaPools("table", registry=registry)
+        pools = ReplicaPools("table", open_link, registry=registry)
         await pools.poll()  # leaves it while it is being asked what it is
         for _ in range(2):
             await registry.remove("silent")
