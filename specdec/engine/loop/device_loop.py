@@ -207,13 +207,14 @@ class EngineLoop:
 
     def _run_turns(self) -> None:
         with torch.inference_mode():
-            while (commands := self._inbox.take(self._patience_s(), may_end=not self._calls)) is not None:
+            while (commands := self._inbox.take(self._patience_s(), may_end=not self._calls.jobs)) is not None:
                 for command in commands:
                     command()
                 self._calls.start_waiting()
                 if self._calls.running:
-                    for job in self._steps.run(self._absences.count(self._clock())):
-                        self._finish(job)
+                    for job in self._steps.run(self._absences):
+                        if job.answer is not None:
+                            self._finish(job)
                 elif self._outbox.is_empty:  # answers leave first
                     self._steps.run_ahead(self._ahead)
                 self._watchdog.plan = None
@@ -222,7 +223,7 @@ class EngineLoop:
     def _patience_s(self) -> float | None:
         """How long the thread may sleep until something is asked of it; None: as long as that takes."""
         pin_end_s = self._calls.pin_end_s
-        if self._calls and pin_end_s is None:
+        if self._calls.jobs and pin_end_s is None:
             return 0.0
         if self._ahead.has_work():
             return 0.0
@@ -260,7 +261,7 @@ class EngineLoop:
         except Exception:
             _log.exception("admission failed")
             failure = Internal("the engine failed to admit the call")
-            job = self._calls.job_of(call.position.session_id)
+            job = self._calls.jobs.get(call.position.session_id)
             if job is not None:
                 self._calls.end(job, failure)
             if sequence is not None:

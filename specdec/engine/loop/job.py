@@ -38,9 +38,9 @@ class RowKind(Enum):
 
 def row_kind(request: SessionPosition) -> RowKind:
     """Greedy whenever the temperature is 0, whatever the draw rule."""
-    if request.carries_distributions:
-        return RowKind.DISTRIBUTION
-    return RowKind.GREEDY if request.filters.is_greedy else RowKind.COUPLED
+    if request.filters.is_greedy:
+        return RowKind.GREEDY
+    return RowKind.DISTRIBUTION if request.carries_distributions else RowKind.COUPLED
 
 
 class Job:

@@ -21,6 +21,7 @@ from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.job import Job, Program, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog
+from specdec.engine.schedule.absences import Absences
 from specdec.engine.schedule.scheduler import Scheduler, StepChunk
 from specdec.engine.sessions.calls import Calls
 from specdec.errors import Internal
@@ -51,17 +52,17 @@ class StepRunner:
         self._clock = clock
         self._health = DeviceHealth(worker, calls.sessions.blocks)
 
-    def run(self, num_absent: int) -> list[Job]:
-        """Runs one step of the running calls; returns those that have their answer now.
+    def run(self, absences: Absences) -> list[Job]:
+        """Runs one step of the running calls; returns those that took part, with or without an answer now.
 
         Args:
-            num_absent: sessions that may call while the step runs.
+            absences: sessions that may call while the step runs.
 
         Raises:
             DeviceLost: the step failed, and the device for good.
         """
         began_s = self._clock()
-        chunks = self._scheduler.plan_chunks(self._calls.running, num_absent=num_absent)
+        chunks = self._scheduler.plan_chunks(self._calls.running, num_absent=absences.count(began_s))
         jobs = [self._calls.running[chunk.job_index] for chunk in chunks]
         try:
             self._run_chunks(jobs, chunks, began_s)
@@ -73,7 +74,7 @@ class StepRunner:
         step_s = self._clock() - began_s
         self._scheduler.observe_step(self.watchdog.believed_s(step_s))
         self._report(len(chunks), sum(chunk.num_tokens for chunk in chunks), step_s)
-        return [job for job in jobs if job.answer is not None]
+        return jobs
 
     def run_ahead(self, ahead: Ahead) -> None:
         """Runs one step of branches. If it crashes they all end: they wrote to no block that a session owns.

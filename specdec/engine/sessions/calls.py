@@ -64,21 +64,15 @@ class Calls(Generic[JobT, WaiterT]):
     def __init__(self, sessions: SessionTable, tell: Callable[[WaiterT, Any], None]) -> None:
         """`tell` hands a waiter its outcome: an answer, or an error to raise."""
         self.sessions = sessions
+        self.jobs: dict[str, JobT] = {}
+        """By session id: running and waiting."""
         self.running: list[JobT] = []
         """In order of arrival."""
         self.pin_end_s: float | None = None
         """On the session table's clock, while nothing but pins keeps calls from running: when to try again."""
         self._tell = tell
-        self._jobs: dict[str, JobT] = {}  # by session id: running and waiting
         self._waiters: dict[JobT, list[WaiterT]] = {}
         self._waiting: deque[JobT] = deque()  # for KV blocks, in order of arrival
-
-    def __len__(self) -> int:
-        """Calls in work."""
-        return len(self._jobs)
-
-    def job_of(self, session_id: str) -> JobT | None:
-        return self._jobs.get(session_id)
 
     def admit(self, call: Call, waiter: WaiterT) -> Sequence | None:
         """Joins, repeats or supersedes.
@@ -91,7 +85,7 @@ class Calls(Generic[JobT, WaiterT]):
         """
         position = call.position
         sequence = self.sessions.fence(position)
-        job = self._jobs.get(sequence.session_id)
+        job = self.jobs.get(sequence.session_id)
         if (position.epoch, position.round_id) == (sequence.epoch, sequence.newest_round):
             if job is not None and job.call.digest == call.digest:
                 self._waiters[job].append(waiter)
@@ -105,7 +99,7 @@ class Calls(Generic[JobT, WaiterT]):
 
     def enter(self, job: JobT, waiter: WaiterT) -> None:
         """Takes in the job of a call that was admitted and aligned; it waits for its blocks."""
-        self._jobs[job.sequence.session_id] = job
+        self.jobs[job.sequence.session_id] = job
         self._waiters[job] = [waiter]
         self._waiting.append(job)
 
@@ -144,19 +138,19 @@ class Calls(Generic[JobT, WaiterT]):
 
     def end(self, job: JobT, outcome: Any) -> None:
         """Takes a job out; `outcome`, an answer or an error, goes to everyone who waits for it."""
-        del self._jobs[job.sequence.session_id]
+        del self.jobs[job.sequence.session_id]
         (self.running if job in self.running else self._waiting).remove(job)
         for waiter in self._waiters.pop(job):
             self._tell(waiter, outcome)
         self.sessions.settle(job.sequence)
 
     def end_all(self, outcome: SpecdecError) -> None:
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             self.end(job, outcome)
 
     def abandon(self, session_id: str, waiter: WaiterT) -> None:
         """A caller went away: the job goes too unless someone else waits for it."""
-        job = self._jobs.get(session_id)
+        job = self.jobs.get(session_id)
         if job is None or waiter not in self._waiters[job]:
             return
         self._waiters[job].remove(waiter)
@@ -165,7 +159,7 @@ class Calls(Generic[JobT, WaiterT]):
 
     def release(self, session_id: str) -> None:
         """Forgets a session and frees its KV; a call in work on it misses. An unknown id is fine."""
-        job = self._jobs.get(session_id)
+        job = self.jobs.get(session_id)
         if job is not None:
             # Not stale: the session may have been made anew while the release was under way.
             self.end(job, KvMiss(f"session {session_id} was released; send from 0 on", have=0))

@@ -166,7 +166,7 @@ class SimulatedReplica:
         try:
             return await waiter
         except asyncio.CancelledError:
-            job = self._calls.job_of(call.position.session_id)
+            job = self._calls.jobs.get(call.position.session_id)
             # One that the device has runs to its end: whoever waits may go away, and its steps are spent all the same.
             if job is not None and job.work is None:
                 self._calls.abandon(call.position.session_id, waiter)
@@ -185,7 +185,7 @@ class SimulatedReplica:
             self._pin_timer = asyncio.get_running_loop().call_later(
                 left_s, lambda: self._start_waiting(time.monotonic())
             )
-        if self._is_closing and not self._calls:
+        if self._is_closing and not self._calls.jobs:
             self._idle.set()
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
@@ -212,7 +212,7 @@ class SimulatedReplica:
 
     def _complete(self, job: SimulatedJob) -> None:
         sequence = job.sequence
-        if self._calls.job_of(sequence.session_id) is not job:
+        if self._calls.jobs.get(sequence.session_id) is not job:
             return  # superseded or released meanwhile
         sequence.append(job.new_token_ids)
         sequence.kv_len = len(sequence)
