@@ -1,4 +1,5 @@
-"""The nouns that cross module walls, as frozen dataclasses.
+"""The nouns that cross module walls, as dataclasses. Nobody changes one; those made for every round are not frozen,
+because freezing costs as much as making them.
 
 Not here: protobuf (they stop at servicers, `specdec.rpc` and `specdec.client`), torch, behaviour. Token id sequences
 are numpy `uint32` arrays or tuples of int; positions count from the session's first token.
@@ -107,7 +108,7 @@ class SamplingParams:
     """None: no logprobs; 0: the emitted token's; n: and the n likeliest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SessionPosition:
     """Where a session stands and what the round may assume (docs/protocol.md section 5)."""
 
@@ -143,7 +144,7 @@ def carries_distributions(filters: SamplingFilters, draw_rule: DrawRule) -> bool
     return draw_rule is DrawRule.DISTRIBUTION and not filters.is_greedy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProposeRequest:
     position: SessionPosition
     gamma: int
@@ -159,7 +160,7 @@ class Support:
     """uint16 [S], all above 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """L <= gamma draft tokens. `supports` is empty for greedy and coupled rounds."""
 
@@ -173,7 +174,7 @@ class Proposal:
     forward_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifyRequest:
     position: SessionPosition
     draft_token_ids: TokenIds
@@ -182,7 +183,7 @@ class VerifyRequest:
     num_logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DistributionRow:
     """p at one position, seen through a support, in integers."""
 
@@ -207,7 +208,7 @@ class LogitRow:
     top_logits: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verification:
     """The target's answer for L + 1 positions: `choice_token_ids` (greedy, coupled) or `rows` (distribution rounds)."""
 

@@ -181,6 +181,7 @@ class ReplicaPools:
         self._poll_interval_s = poll_interval_s
         self._on_readiness = on_readiness
         self._replicas: dict[tuple[str, str], Replica[Any]] = {}
+        """By role and address, in that order."""
         self._draft_pool_names: set[str] = set()
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Those under way."""
@@ -200,7 +201,7 @@ class ReplicaPools:
         return self._known(TARGET) + self._known(DRAFT)
 
     def _known(self, role: str) -> list[Replica[Any]]:
-        return [replica for (kind, _), replica in sorted(self._replicas.items()) if kind == role and replica.info]
+        return [replica for (kind, _), replica in self._replicas.items() if kind == role and replica.info]
 
     @property
     def is_ready(self) -> bool:
@@ -265,9 +266,10 @@ class ReplicaPools:
             if check := self._checks.pop(key, None):
                 check.cancel()
             await self._replicas.pop(key).link.close()
-        for key in endpoints - self._replicas.keys():
+        for key in sorted(endpoints - self._replicas.keys()):
             self._replicas[key] = Replica(*key, self._open_link(*key))
             self._replicas[key].on_doubt = self._doubt.set
+            self._replicas = dict(sorted(self._replicas.items()))
         await self._check_all()
         if self.is_ready != self._was_ready:
             self._was_ready, self._has_been_ready = self.is_ready, True

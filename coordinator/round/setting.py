@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specdec.types import DrawRule, Mode, SamplingFilters, carries_distributions
 
@@ -24,11 +24,11 @@ class RoundSetting:
     draft_timeout_s: float | None
     """The longest that a round waits for its draft; None: until the draft answers or dies."""
 
-    @property
-    def draw_rule(self) -> DrawRule:
-        return DrawRule.COUPLED if self.mode in (Mode.COUPLED, Mode.OFF) else DrawRule.DISTRIBUTION
+    draw_rule: DrawRule = field(init=False)
+    answers_choices: bool = field(init=False)
+    """Whether the target answers with token choices instead of distributions."""
 
-    @property
-    def answers_choices(self) -> bool:
-        """Whether the target answers with token choices instead of distributions."""
-        return not carries_distributions(self.filters, self.draw_rule)
+    def __post_init__(self) -> None:
+        draw_rule = DrawRule.COUPLED if self.mode in (Mode.COUPLED, Mode.OFF) else DrawRule.DISTRIBUTION
+        object.__setattr__(self, "draw_rule", draw_rule)
+        object.__setattr__(self, "answers_choices", not carries_distributions(self.filters, draw_rule))
