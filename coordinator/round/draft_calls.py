@@ -24,7 +24,7 @@ from coordinator.round.draft_clock import DraftClock
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.errors import SpecdecError
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import Patience, WireCount
 from specdec.types import Proposal, ProposeRequest, SessionPosition
 
 #: Most rounds that a draft which keeps failing a session sits out before it is asked again.
@@ -115,15 +115,15 @@ class DraftCalls:
         """Sends the request, to be answered within a deadline that fits what is asked."""
         self._asked_at = asyncio.get_running_loop().time()
         replica.lateness.note_asked()
-        deadline_s = None
+        patience = None
         if self._setting.draft_timeout_s is not None:
             # All that is sent has to be run, unless a prefix of it is there from another session. Nobody waits for that
             # where a hung replica is tried again: its answer brings it back, however late.
             num_unseen = 0 if replica.lateness.is_marked else len(position.token_ids)
-            expected_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.lateness.slack
-            deadline_s = self._asked_at + min(expected_s, self._setting.draft_timeout_s)
+            silence_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.lateness.slack
+            patience = Patience(silence_s, self._setting.draft_timeout_s)
         request = ProposeRequest(position, gamma)
-        return replica.link.propose(request, wire, model=replica.model, deadline_s=deadline_s)
+        return replica.link.propose(request, wire, model=replica.model, patience=patience)
 
     def _note_failure(self, replica: DraftReplica, error: BaseException) -> str:
         """Decides when the draft is asked again; returns the cause in a word."""

@@ -26,6 +26,16 @@ class WireCount:
 
 
 @dataclass(slots=True)
+class Patience:
+    """How long a call waits for its answer."""
+
+    silence_s: float
+    """Since it was asked, or since the replica last answered anybody on the stream, whichever came later."""
+    total_s: float
+    """Since it was asked, whoever is answered meanwhile."""
+
+
+@dataclass(slots=True)
 class PendingCall:
     """A call that somebody waits for."""
 
@@ -34,6 +44,8 @@ class PendingCall:
     """The request, encoded."""
     wire: WireCount
     answer: asyncio.Future[Any]
+    timer: asyncio.TimerHandle | None = None
+    """Of the caller's patience."""
     is_sent: bool = False
     is_answered: bool = False
 

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from specdec.errors import Internal, InvalidRequest, Unavailable
 from specdec.rpc import codec, replies, status
 from specdec.rpc.bounds import check_num_fields
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import Patience, WireCount
 from specdec.rpc.channels import dial
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.identity import check_answering, meant_for
@@ -99,7 +99,7 @@ class _Link(Generic[RequestT, ReplyT]):
         raise NotImplementedError
 
     async def _ask(
-        self, request: RequestT, wire: WireCount | None, *, model: str, deadline_s: float | None = None
+        self, request: RequestT, wire: WireCount | None, *, model: str, patience: Patience | None = None
     ) -> ReplyT:
         stream = self._open_stream(model)
         call_id = stream.next_call_id()
@@ -109,7 +109,7 @@ class _Link(Generic[RequestT, ReplyT]):
                 f"{self.address}: a request of {len(item)} bytes; the limit is {self._max_message_bytes}"
             )
         wire = WireCount() if wire is None else wire
-        reply: ReplyT = await stream.ask(call_id, request, item, wire, deadline_s)
+        reply: ReplyT = await stream.ask(call_id, request, item, wire, patience)
         return reply
 
     def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
@@ -218,22 +218,22 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
         wire: WireCount | None = None,
         *,
         model: str = "",
-        deadline_s: float | None = None,
+        patience: Patience | None = None,
     ) -> Proposal:
         """Asks for draft tokens. Idempotent by (session, epoch, round) and digest, so it may be repeated.
 
         Cancelling forgets the call and disturbs no other; the replica may still finish it. What was sent and received
-        is added to `wire` however the call ends. At `deadline_s` of the event loop's clock it is given up. `model` is
+        is added to `wire` however the call ends. It is given up when `patience` is over; None: never. `model` is
         the fingerprint of the only model that may answer; "" lets any.
 
         Raises:
-            TimeoutError: the deadline has passed.
+            TimeoutError: `patience` is over.
             Unavailable: the replica cannot be reached, broke off or serves another model; at once, for every call
                 pending on it.
             Internal: its answer does not fit the request.
             SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
         """
-        return await self._ask(request, wire, model=model, deadline_s=deadline_s)
+        return await self._ask(request, wire, model=model, patience=patience)
 
     def _replies_of(self, frame: bytes) -> Sequence[draft_pb2.Proposal]:
         return draft_pb2.ProposalFrame.FromString(frame).proposals

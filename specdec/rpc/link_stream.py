@@ -18,13 +18,8 @@ from google.protobuf.message import DecodeError
 
 from specdec.errors import Internal, Unavailable
 from specdec.rpc import status
-from specdec.rpc.calls import OpenCalls, PendingCall, StrayAnswer, WireCount
+from specdec.rpc.calls import OpenCalls, Patience, PendingCall, StrayAnswer, WireCount
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, join_items
-
-
-def _expire(answer: asyncio.Future[Any]) -> None:
-    if not answer.done():
-        answer.set_exception(TimeoutError())
 
 
 class LinkStream:
@@ -55,27 +50,45 @@ class LinkStream:
         self._calls = OpenCalls()
         self._outbox: deque[PendingCall] = deque()
         self._wake = asyncio.Event()
+        self._heard_at = 0.0
+        """When the latest frame came."""
         self.closed = False
         self._task = asyncio.create_task(self._run(), name=f"link {address}")
 
     def next_call_id(self) -> int:
         return self._calls.next_id()
 
-    async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, deadline_s: float | None) -> Any:
-        """Sends one item; returns its decoded reply. `deadline_s` is of the loop's clock; raises TimeoutError at it."""
+    async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, patience: Patience | None) -> Any:
+        """Sends one item; returns its decoded reply. Raises TimeoutError when `patience` is over."""
         pending = PendingCall(request, item, wire, self._loop.create_future())
         self._calls.add(call_id, pending)
         self._outbox.append(pending)
         self._wake.set()
-        timer = None if deadline_s is None else self._loop.call_at(deadline_s, _expire, pending.answer)
+        if patience is not None:
+            now = self._loop.time()
+            self._await_answer(pending, patience, now, now)
         try:
             return await pending.answer
         finally:
-            if timer is not None:
-                timer.cancel()
+            if pending.timer is not None:
+                pending.timer.cancel()
             self._calls.forget(call_id)
             if self._calls.owes_too_many:
                 self._end(f"{self._address}: the replica leaves calls unanswered")
+
+    def _await_answer(self, pending: PendingCall, patience: Patience, asked_at: float, heard_at: float) -> None:
+        """Looks again when the replica has been silent for too long since `heard_at`."""
+        until = min(heard_at + patience.silence_s, asked_at + patience.total_s)
+        pending.timer = self._loop.call_at(until, self._look, pending, patience, asked_at, heard_at)
+
+    def _look(self, pending: PendingCall, patience: Patience, asked_at: float, heard_at: float) -> None:
+        if pending.answer.done():
+            return
+        # One that answers others meanwhile is busy: the more there are, the longer each waits.
+        if self._heard_at > heard_at and self._loop.time() < asked_at + patience.total_s:
+            self._await_answer(pending, patience, asked_at, self._heard_at)
+        else:
+            pending.answer.set_exception(TimeoutError())
 
     @property
     def oldest_pending(self) -> object:
@@ -116,6 +129,7 @@ class LinkStream:
                 if not has_met:  # a call that fails before its first frame has better news than its metadata
                     self._meet(await self._call.initial_metadata())
                     has_met = True
+                self._heard_at = self._loop.time()
                 self._deliver(frame)
         except grpc.aio.AioRpcError as error:
             return status.from_rpc_error(error, peer=self._address).message

@@ -1,0 +1,60 @@
+"""How long a call waits for a replica that is silent, and for one that answers others."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+import pytest
+
+from specdec.rpc.calls import Patience
+from specdec.rpc.client import DraftLink
+from tests.unit.rpc.test_links import DraftReplica, ask, draft_link
+
+#: Far longer than an answer takes here.
+SILENCE_S = 0.4
+NEVER_S = 600.0
+
+
+async def keep_busy(link: DraftLink) -> None:
+    """Calls that are answered, one after another."""
+    for number in count():
+        await link.propose(ask(f"other {number}"))
+        await asyncio.sleep(SILENCE_S / 20)
+
+
+async def test_a_silent_replica_is_given_up_after_its_silence() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        await link.propose(ask("heard before"))
+        with pytest.raises(TimeoutError):
+            await link.propose(ask("hold"), patience=Patience(SILENCE_S, NEVER_S))
+
+
+async def test_a_replica_that_answers_others_is_waited_for() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        busy = asyncio.create_task(keep_busy(link))
+        held = asyncio.create_task(link.propose(ask("hold"), patience=Patience(SILENCE_S, NEVER_S)))
+        await asyncio.sleep(3 * SILENCE_S)
+        assert not held.done()
+        replica.engine.release_held.set()
+        assert len((await held).draft_token_ids) == 3
+        busy.cancel()
+
+
+async def test_a_replica_that_falls_silent_later_is_given_up_too() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        busy = asyncio.create_task(keep_busy(link))
+        held = asyncio.create_task(link.propose(ask("hold"), patience=Patience(SILENCE_S, NEVER_S)))
+        await asyncio.sleep(2 * SILENCE_S)
+        busy.cancel()
+        with pytest.raises(TimeoutError):
+            await held
+
+
+async def test_whoever_is_answered_meanwhile_all_patience_ends() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        busy = asyncio.create_task(keep_busy(link))
+        with pytest.raises(TimeoutError):
+            await link.propose(ask("hold"), patience=Patience(SILENCE_S, 2 * SILENCE_S))
+        assert not busy.done()
+        busy.cancel()
