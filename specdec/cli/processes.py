@@ -18,6 +18,10 @@ import specdec
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 #: Least severe records that are shown of a start.
 _START_LEVEL = "info"
+#: Records that are events rather than sentences: their numbers are shown beside the message.
+_DETAILED_LEVELS = {"debug", "info"}
+#: What every record has, and is not shown.
+_PLAIN_FIELDS = {"time", "level", "service", "logger", "message", "traceback"}
 _LAST_WORD_LEVELS = {"error", "critical"}
 _PACKAGE_ROOT = str(Path(specdec.__file__).resolve().parents[1])
 _STOP_GRACE_S = 10.0
@@ -158,7 +162,7 @@ class Child:
         if "refused" in record:
             self.refusals[str(record["refused"])] = f"{record.get('code')} {record.get('reason')}: {text}"
         if _severity(level) >= _severity(self._shown_level if self._relaying else _START_LEVEL):
-            self._pass_on(text)
+            self._pass_on(text + _details(record) if self._relaying and level in _DETAILED_LEVELS else text)
         if level in _LAST_WORD_LEVELS:
             self._held.append(text)
 
@@ -169,6 +173,10 @@ class Child:
 def _severity(level: str) -> int:
     """Of a level; one that is unknown is shown."""
     return _LEVELS.index(level) if level in _LEVELS else len(_LEVELS)
+
+
+def _details(record: Mapping[str, Any]) -> str:
+    return "".join(f" {key}={value}" for key, value in record.items() if key not in _PLAIN_FIELDS)
 
 
 def _record(line: str) -> dict[str, Any] | None:
