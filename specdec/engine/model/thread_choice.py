@@ -1,8 +1,8 @@
-"""How many CPU threads a step takes, by measurement: all that there are, or one less.
+"""How many CPU threads a step takes, by measurement: one, all cores but one, or all.
 
-A step waits for its slowest thread, and coordinator, store and client run beside it; so one core less may be faster
-than all of them, or much slower: it depends on the model and on the machine. Not here: threads that the caller has set,
-which stay. Called by `engine.loader`, on a worker that nobody uses yet.
+A step waits for its slowest thread, and coordinator, store and client run beside it: where they have no core left, a
+step that is faster by itself makes slower rounds (docs/LOG.md), unless it is faster by far. Not here: threads that the
+caller has set, which stay. Called by `engine.loader`, on a worker that nobody uses yet.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ _log = logging.getLogger(__name__)
 
 #: Rows of the steps that are timed: a single token, and a round of four draft tokens and the one before them.
 _ROWS = (1, 5)
-#: By what share of its time more threads must shorten a round; otherwise their cores are better left to others.
-_WORTH_IT = 0.1
+#: By what share of its time more threads must shorten a round.
+_WORTH_A_CORE = 0.1
+#: The same where they leave no core to others: a fifth was measured to be too little, a half to be enough.
+_WORTH_THE_LAST_CORE = 0.3
 _MEASURING_S = 0.5
 _MOST_CYCLES = 8
 
 
-def choose_threads(round_s: Mapping[int, float]) -> int:
+def choose_threads(round_s: Mapping[int, float], num_cores: int) -> int:
     """The number of threads to take.
 
     Args:
-        round_s: by number of threads, seconds that a round takes with so many. Not empty.
+        round_s: by number of threads, seconds that a round's steps take with so many. Not empty.
+        num_cores: so many threads leave none to others.
     """
     chosen = min(round_s)
     for count in sorted(round_s):
-        if round_s[count] < round_s[chosen] * (1 - _WORTH_IT):
+        worth = _WORTH_A_CORE if count < num_cores else _WORTH_THE_LAST_CORE
+        if round_s[count] < round_s[chosen] * (1 - worth):
             chosen = count
     return chosen
 
@@ -63,11 +67,11 @@ def measure_rounds(
 
 def settle_threads(worker: Worker) -> None:
     """Sets this process's threads, for a worker on a CPU, to what makes its rounds fastest, and says so."""
-    most = torch.get_num_threads()
-    if worker.shape.device != "cpu" or most < 2:
+    num_cores = torch.get_num_threads()
+    if worker.shape.device != "cpu" or num_cores < 2:
         return
-    round_s = measure_rounds(worker, [most - 1, most])
-    num_threads = choose_threads(round_s)
+    round_s = measure_rounds(worker, sorted({1, num_cores - 1, num_cores}))
+    num_threads = choose_threads(round_s, num_cores)
     torch.set_num_threads(num_threads)
     told = ", ".join(f"{seconds * 1e3:.1f} ms with {count}" for count, seconds in round_s.items())
     _log.info("threads: %d (a step of one row and one of five: %s)", num_threads, told)

@@ -24,20 +24,24 @@ def restored_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("round_s", "chosen"),
+    ("round_s", "num_cores", "chosen"),
     [
-        ({1: 0.142, 2: 0.076}, 2),
-        ({1: 0.076, 2: 0.142}, 1),
-        ({1: 0.100, 2: 0.095}, 1),  # a core for a twentieth: others have more use for it
-        ({1: 0.100, 2: 0.100}, 1),
-        ({7: 0.100, 8: 0.089}, 8),
-        ({4: 0.1}, 4),
+        ({1: 0.142, 2: 0.076}, 2, 2),
+        ({1: 0.076, 2: 0.142}, 2, 1),
+        ({1: 0.0295, 2: 0.0233}, 2, 1),  # the last core for a fifth: others have more use for it
+        ({1: 0.100, 2: 0.071}, 2, 1),
+        ({1: 0.100, 2: 0.069}, 2, 2),
+        ({1: 0.100, 7: 0.089, 8: 0.085}, 8, 7),
+        ({1: 0.100, 7: 0.091, 8: 0.085}, 8, 1),
+        ({1: 0.100, 7: 0.091, 8: 0.069}, 8, 8),
+        ({1: 0.100, 7: 0.020, 8: 0.013}, 8, 8),
+        ({4: 0.1}, 4, 4),
     ],
 )
-def test_more_threads_are_taken_where_they_shorten_a_round_by_a_tenth(
-    round_s: Mapping[int, float], chosen: int
+def test_more_threads_are_taken_where_they_shorten_a_round_by_a_tenth_and_the_last_core_for_three(
+    round_s: Mapping[int, float], num_cores: int, chosen: int
 ) -> None:
-    assert choose_threads(round_s) == chosen
+    assert choose_threads(round_s, num_cores) == chosen
 
 
 class TimedWorker:
