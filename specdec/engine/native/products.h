@@ -1,6 +1,7 @@
 // Rows times weights in panels: y = or += x W^T + bias, with weights in float32, bfloat16, float16 or int8.
 //
-// Weights of 16 bits become the float32 numbers that they are as they are read: half the memory, the same bits. A row alone and rows in company go through the same sums in the same order, whoever computes which panel. Included by
+// Weights of 16 bits become, as they are read, the float32 numbers that they are: half the memory, the same bits. A row
+// alone and rows in company go through the same sums in the same order, whoever computes which panel. Included by
 // `step.cpp`.
 
 #pragma once
@@ -13,12 +14,24 @@ namespace {
 constexpr int MAX_ROWS = LANES == 8 ? 4 : 8;
 constexpr int MAX_INT8_ROWS = LANES == 16 ? 6 : 2;  // each keeps two sums
 
+// How far ahead of what is multiplied weights are asked for.
+constexpr int PREFETCH_BYTES = 1024;
+constexpr int CACHE_LINE = 64;
+
 enum class Into { store, add };
 
 // y = or += result of one row and one vector of outputs.
 inline void put(const Product& product, int64_t output, Vector result, float* y, Into into) {
     if (product.bias) result += load(product.bias + output);
     store(y + output, into == Into::add ? load(y + output) + result : result);
+}
+
+// Fetches BYTES of what will be read after `from`. One or two rows wait for memory alone, as float32 does in any number,
+// and the processor runs ahead by itself; more rows of shorter weights keep it multiplying, and it would ask too late.
+template <int BYTES>
+inline void ask_ahead(const void* from) {
+    for (int at = 0; at < BYTES; at += CACHE_LINE)
+        __builtin_prefetch(static_cast<const char*>(from) + PREFETCH_BYTES + at);
 }
 
 // ROWS rows of x times one panel. Weights are read once and stay in registers for all rows.
@@ -28,6 +41,7 @@ void multiply_rows(const Product& product, int64_t panel, const float* x, int64_
     Vector sums[ROWS][PANEL_VECTORS] = {};
     const Weight* from = static_cast<const Weight*>(product.weights) + panel * product.inputs * PANEL;
     for (int64_t input = 0; input < product.inputs; ++input, from += PANEL) {
+        if constexpr (ROWS > 2 && sizeof(Weight) < sizeof(float)) ask_ahead<PANEL * sizeof(Weight)>(from);
         Vector weights[PANEL_VECTORS];
         for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(from + part * LANES);
 #pragma GCC unroll 8
@@ -138,6 +152,7 @@ void multiply_int8_rows(const Product& product, int64_t panel, const Batch& batc
     Integers highs[ROWS][PANEL_VECTORS] = {}, lows[ROWS][PANEL_VECTORS] = {};
     const int8_t* from = static_cast<const int8_t*>(product.weights) + panel * stride * PANEL;
     for (int64_t input = 0; input < stride; input += GROUP, from += PANEL * GROUP) {
+        if constexpr (ROWS > 2) ask_ahead<PANEL * GROUP>(from);
         Integers weights[PANEL_VECTORS];
         for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load_bytes(from + part * LANES * GROUP);
 #pragma GCC unroll 8
