@@ -112,10 +112,10 @@ def test_a_call_that_was_answered_has_the_longer_budget_which_only_news_renew(cl
     recovery = Recovery(BUDGETS)
 
     def attempt(index: int) -> None:
-        recovery.answered(with_news=index == 3)
+        recovery.answered(with_news=index == 7)
         raise Unavailable("broken off", retry_after_s=ASKED_S)
 
-    assert attempts_at(clock, recovery, attempt) == seconds(3 + 20)
+    assert attempts_at(clock, recovery, attempt) == seconds(7 + 20)
 
 
 @pytest.mark.parametrize(("with_news", "num_s"), [(False, 5), (True, 20)])
