@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from specdec.types import FinishReason, TokenSource
 from specdec.v1 import coordinator_pb2 as pb
+
+#: Of an output that its caller left before its end.
+CANCELLED = "cancelled"
 
 _FINISH_REASONS = {int(reason): reason.name.lower() for reason in FinishReason}
 #: A source that a newer server knows and this version does not is shown as the target's own.
@@ -19,7 +22,7 @@ _SOURCES = {int(source): source for source in TokenSource}
 
 @dataclass(frozen=True, slots=True)
 class TokenDetail:
-    """Where one token came from; present when provenance was asked for."""
+    """Where one token came from, and its logprobs; present when provenance or logprobs were asked for."""
 
     source: TokenSource
     p: float
@@ -44,7 +47,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     text: str
     details: tuple[TokenDetail, ...]
-    """One per token, or empty."""
+    """One per token when provenance or logprobs were asked for, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,11 @@ class GenerationStats:
     verify_s: float
     wire_bytes: int
 
+    @classmethod
+    def nothing(cls) -> Self:
+        """Of a request whose end, with its figures, was not waited for."""
+        return cls(0, 0, 0, (), 0, 0.0, 0.0, 0.0, 0.0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -80,11 +88,12 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """stop | length | stop_string."""
+    """stop | length | stop_string; cancelled where the caller closed the stream before its end: text, token ids and
+    details are those that came, usage counts them, and every figure of `stats` is 0."""
     usage: Usage
     stats: GenerationStats
     details: tuple[TokenDetail, ...] = ()
-    """One per token when provenance was asked for, else empty."""
+    """One per token when provenance or logprobs were asked for, else empty."""
     target_fingerprint: str = ""
     """Of the model that decided every token."""
     target_changed: bool = False
