@@ -23,7 +23,7 @@ from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.generation.tails import Tails
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.requests import Finished, GenerationRequest, OutputChunk
+from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import NotFound, ResourceExhausted, SessionBusy, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics
@@ -77,6 +77,10 @@ class Generations:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def draft_figures(self, draft_pool: str) -> DraftFigures:
+        """What requests have shown here of a draft pool."""
+        return self._assembly.draft_figures(draft_pool)
 
     async def open(self, request: GenerationRequest) -> Subscription:
         """Starts, joins, resumes or replays the generation a request means.

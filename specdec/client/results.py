@@ -37,6 +37,14 @@ class TokenDetail:
     text: str
     """The text this token completed; joined over a chunk they are `Chunk.text`."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """The proto's field names; `logprob` and `top_logprobs` where they were asked for."""
+        fields = asdict(self) | {"source": self.source.name.lower()}
+        fields["top_logprobs"] = [{"token_id": token_id, "logprob": value} for token_id, value in self.top_logprobs]
+        if self.logprob is None:
+            del fields["logprob"], fields["top_logprobs"]
+        return fields
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -48,6 +56,11 @@ class Chunk:
     text: str
     details: tuple[TokenDetail, ...]
     """One per token when provenance or logprobs were asked for, else empty."""
+
+    def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
+        """A line of `specdec generate --json-lines`: the proto's field names."""
+        fields = {"index": self.index, "token_ids": list(self.token_ids), "text": self.text}
+        return fields | ({"details": [detail.to_dict() for detail in self.details]} if with_details else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +112,14 @@ class Completion:
     target_changed: bool = False
     """The session's turn before was another target model's."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `specdec generate --json` prints: the proto's field names, without details and target."""
+    def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
+        """The object that `specdec generate --json` prints: the proto's field names, without the target's."""
         fields = asdict(self)
         for name in ("details", "target_fingerprint", "target_changed"):
             del fields[name]
         fields["token_ids"] = list(self.token_ids)
         fields["stats"]["accepted_per_position"] = list(self.stats.accepted_per_position)
-        return fields
+        return fields | ({"details": [detail.to_dict() for detail in self.details]} if with_details else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +153,11 @@ class Pool:
     """draft | target."""
     model: str
     replicas: tuple[Replica, ...]
+    alpha: float | None = None
+    """Of a draft pool: accepted share of the draft tokens tested lately; None before the first."""
+    gamma: float | None = None
+    """Of a draft pool: draft tokens asked for a round lately, near 0 while drafting does not pay; None before the first
+    round whose gamma the server chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +224,18 @@ def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
         vocabulary_size=message.vocabulary_size,
         max_context_tokens=message.max_context_tokens,
         max_gamma=message.max_gamma,
-        pools=tuple(Pool(pool.name, pool.role, pool.model, _read_replicas(pool.replicas)) for pool in message.pools),
+        pools=tuple(map(_read_pool, message.pools)),
+    )
+
+
+def _read_pool(message: pb.PoolInfo) -> Pool:
+    return Pool(
+        name=message.name,
+        role=message.role,
+        model=message.model,
+        replicas=_read_replicas(message.replicas),
+        alpha=message.alpha if message.HasField("alpha") else None,
+        gamma=message.gamma if message.HasField("gamma") else None,
     )
 
 

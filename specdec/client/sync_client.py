@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 import tenacity
 
+from specdec.client.endpoints import check_endpoint
 from specdec.client.failures import closed, read_failure
 from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
 from specdec.client.request import ChatMessage, GenerateOptions, Input, build_request, build_tokenize_request
@@ -138,12 +139,15 @@ class Client:
             endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators.
             budgets: how long to keep trying; the defaults of `Budgets` otherwise.
             timeout: seconds that each call may take as a whole, unless it has a timeout of its own; None: no limit.
+
+        Raises:
+            InvalidRequest: an endpoint that cannot be one.
         """
         self._timeout = timeout
         self._closed = False
         self._endpoint = endpoint
         self._budgets = budgets or Budgets()
-        self._channel = dial_blocking(endpoint, CHANNEL_OPTIONS)
+        self._channel = dial_blocking(check_endpoint(endpoint), CHANNEL_OPTIONS)
         self._stub = CoordinatorServiceStub(self._channel)
         self._sizes = SessionSizes()
 
