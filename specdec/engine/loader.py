@@ -78,8 +78,9 @@ def load_worker(
     Args:
         model: a checkpoint directory or a hub id.
         device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
-        dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere;
-            `int8` rounds the weights of the layers' products (CPU only), all else being float32.
+        dtype: `float32`, `bfloat16` or `float16`; `auto` is the checkpoint's own on a GPU, and on a CPU float32, with
+            weights kept in 16 bits where the checkpoint stores them so: the same numbers, the same text, half the
+            memory read. `int8` rounds the weights of the layers' products (CPU only), all else being as in `auto`.
         kv_cache_bytes: bytes of the KV pool.
         gpu_memory_utilization: share of a CUDA device's whole memory for weights, KV pool and working memory together,
             where `kv_cache_bytes` is not given; None: nearly all that is free.
@@ -129,7 +130,7 @@ def load_worker(
         loaded.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=loaded.dtype, device=torch_device)
-        worker = _make_worker(loaded, cache, kinds, shape, compiling, library)
+        worker = _make_worker(loaded, cache, kinds, shape, compiling, library, is_compact=dtype != "float32")
         if reference is not None:
             require_same(worker, reference, config.model_type)
             _log.info("self-check passed in %.1f s", time.monotonic() - began_s)
@@ -169,11 +170,13 @@ def _make_worker(
     shape: ModelShape,
     compiling: CompileOptions,
     library: ctypes.CDLL | None,
+    *,
+    is_compact: bool,
 ) -> Worker:
-    """Takes the model apart."""
+    """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
     if library is not None:
-        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8)
+        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
     forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
     is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
