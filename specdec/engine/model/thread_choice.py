@@ -23,6 +23,8 @@ _ROWS = (1, 5)
 _WORTH_A_CORE = 0.1
 #: The same where they leave no core to others: a fifth was measured to be too little, a half to be enough.
 _WORTH_THE_LAST_CORE = 0.3
+#: And so many seconds: for less, what others take of that core in a round costs more.
+_WORTH_THE_LAST_CORE_S = 0.005
 _MEASURING_S = 0.5
 _MOST_CYCLES = 8
 
@@ -36,8 +38,8 @@ def choose_threads(round_s: Mapping[int, float], num_cores: int) -> int:
     """
     chosen = min(round_s)
     for count in sorted(round_s):
-        worth = _WORTH_A_CORE if count < num_cores else _WORTH_THE_LAST_CORE
-        if round_s[count] < round_s[chosen] * (1 - worth):
+        share, least_s = (_WORTH_A_CORE, 0.0) if count < num_cores else (_WORTH_THE_LAST_CORE, _WORTH_THE_LAST_CORE_S)
+        if round_s[chosen] - round_s[count] > max(share * round_s[chosen], least_s):
             chosen = count
     return chosen
 

@@ -31,6 +31,10 @@ def restored_threads() -> Iterator[None]:
         ({1: 0.0295, 2: 0.0233}, 2, 1),  # the last core for a fifth: others have more use for it
         ({1: 0.100, 2: 0.071}, 2, 1),
         ({1: 0.100, 2: 0.069}, 2, 2),
+        ({1: 0.00024, 2: 0.00013}, 2, 1),  # steps so short that a neighbour's turn costs more than is saved
+        ({1: 0.009, 2: 0.0045}, 2, 1),
+        ({1: 0.011, 2: 0.0055}, 2, 2),
+        ({1: 0.00024, 7: 0.0001, 8: 0.0001}, 8, 7),
         ({1: 0.100, 7: 0.089, 8: 0.085}, 8, 7),
         ({1: 0.100, 7: 0.091, 8: 0.085}, 8, 1),
         ({1: 0.100, 7: 0.091, 8: 0.069}, 8, 8),
@@ -38,7 +42,7 @@ def restored_threads() -> Iterator[None]:
         ({4: 0.1}, 4, 4),
     ],
 )
-def test_more_threads_are_taken_where_they_shorten_a_round_by_a_tenth_and_the_last_core_for_three(
+def test_more_threads_are_taken_where_they_shorten_a_round_by_a_tenth_and_the_last_core_for_more(
     round_s: Mapping[int, float], num_cores: int, chosen: int
 ) -> None:
     assert choose_threads(round_s, num_cores) == chosen
