@@ -235,8 +235,8 @@ class ReplicaSettings(ServiceSettings):
     """Unique name of this process in its pool. Unset: made up."""
 
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of one forward pass. Unset: OMP_NUM_THREADS, or else one, all cores but one, or all, as measured before
-    serving."""
+    """CPU threads of one forward pass. Unset: OMP_NUM_THREADS, or else one, all cores but one, or all, as measured
+    before serving."""
 
     max_context_tokens: int | None = Field(default=None, ge=1)
     """Longest sequence that is served, prompt and output together. Unset: as long as the model was made for. The KV
