@@ -113,6 +113,7 @@ def test_a_usage_error_is_one_line_and_exit_code_2(args: list[str], capsys: pyte
     ("endpoint", "words"),
     [
         ("http://127.0.0.1:8000", "without http://, got 'http://127.0.0.1:8000'; did you mean 127.0.0.1:8000?"),
+        ("https://host/v1", "without https://, got 'https://host/v1'; did you mean host:50051?"),
         ("localhost", "with a port, got 'localhost'; did you mean localhost:50051?"),
     ],
 )
