@@ -16,8 +16,8 @@ from specdec.errors import InvalidRequest
 _log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
-_MODEL_FILES = [*_TOKENIZER_FILES, "*.json", "*.safetensors"]
+_SMALL_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
+_MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
 
 # Weight files up to this size are hashed whole, larger ones by so many samples.
 _WHOLE_BYTES = 64 << 20
@@ -25,13 +25,13 @@ _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 1 << 16
 
 
-def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Path:
+def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> Path:
     """Returns the directory of a checkpoint.
 
     Args:
         model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached already
             (`HF_HUB_OFFLINE=1` looks into the cache alone).
-        tokenizer_only: bring the tokenizer's files and nothing else.
+        small_files_only: bring the configuration and the tokenizer, and nothing else.
 
     Raises:
         InvalidRequest: no such directory, and the hub cannot give it; one sentence.
@@ -43,7 +43,7 @@ def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Pat
         raise InvalidRequest(f"model {name!r} is a file; a checkpoint directory or a hub id is needed", field="model")
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
         raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
-    return _download(name, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+    return _download(name, _SMALL_FILES if small_files_only else _MODEL_FILES)
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:

@@ -72,6 +72,25 @@ class NotedGamma(GammaChooser):
         super().observe(times)
 
 
+class NotedClock(DraftClock):
+    """What the pool's clock is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int]] = []
+        """Draft tokens and prefilled ones, of every deadline."""
+        self.told: list[tuple[int, int]] = []
+        """The same, of every answer."""
+
+    def deadline_s(self, num_tokens: int, num_prefilled: int) -> float:
+        self.asked.append((num_tokens, num_prefilled))
+        return super().deadline_s(num_tokens, num_prefilled)
+
+    def observe(self, num_tokens: int, num_prefilled: int, wait_s: float) -> None:
+        self.told.append((num_tokens, num_prefilled))
+        super().observe(num_tokens, num_prefilled, wait_s)
+
+
 class Rounds:
     """One session's rounds, without a limit on its output."""
 
@@ -103,7 +122,8 @@ class Rounds:
         self.replicas.draft_pool = "default"
         self.replicas.target_fingerprint = pools.target_info.model_fingerprint
         self.gamma = NotedGamma(gamma)
-        self._runner = RoundRunner(setting, self.tokens, self.replicas, self.gamma, DraftClock())
+        self.draft_clock = NotedClock()
+        self._runner = RoundRunner(setting, self.tokens, self.replicas, self.gamma, self.draft_clock)
         self._num_run = 0
 
     async def run(self, remaining: int = 1000) -> RoundOutcome:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from dataclasses import replace
 
 import pytest
 
 from coordinator.replicas.lateness import FIRST_PAUSE_S
 from coordinator.replicas.pool import DRAFT, TARGET
+from coordinator.round.draft_clock import LEAST_DEADLINE_S
 from specdec import errors
-from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
+from specdec.errors import Internal, InvalidRequest, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import Mode
 from tests.support.coordinator_rig import PROMPT, eventually
 from tests.support.round_rig import RoundRig
@@ -115,7 +118,9 @@ async def test_a_draft_that_answers_again_is_asked_in_every_round_and_its_failur
             assert [(await rounds.run()).target_only_cause for _ in range(3)] == [""] * 3
 
 
-async def test_a_draft_that_is_gone_is_out_of_use_at_once_and_the_session_takes_another() -> None:
+async def test_a_draft_that_is_gone_is_out_of_use_at_once_and_the_session_takes_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with RoundRig(drafts=2, draft_salt=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
@@ -123,6 +128,8 @@ async def test_a_draft_that_is_gone_is_out_of_use_at_once_and_the_session_takes_
         await rig.of(DRAFT)[serving].kill()
         outcome = await rounds.run()
         assert outcome.target_only_cause == "REPLICA_UNAVAILABLE"
+        address = rig.of(DRAFT)[serving].address
+        assert any(message.startswith(f"draft replica {address} failed: {address}") for message in caplog.messages)
         assert [replica.is_alive for replica in rig.pools.drafts("default")].count(False) == 1
         assert (await rounds.run()).num_accepted == 3
         await rig.of(DRAFT)[other].kill()
@@ -190,6 +197,36 @@ async def test_a_draft_that_answers_others_is_busy_and_its_lateness_counts_as_th
         assert replica.lateness.slack == 1.0  # the other session's answers keep their deadlines
 
 
+async def test_a_draft_that_was_slow_is_waited_for_as_many_times_longer_as_its_slack_and_no_longer_than_allowed() -> (
+    None
+):
+    async with RoundRig(draft_salt=0) as rig:
+        for slack, allowed_s, least_s in ((8.0, 60.0, 8 * LEAST_DEADLINE_S), (1000.0, 0.3, 0.3)):
+            rounds = rig.rounds(session_id=f"{slack}", draft_timeout_s=allowed_s)
+            rig.drafts[0].gates[f"{slack}"] = asyncio.Event()
+            replica = rig.pools.drafts("default")[0]
+            replica.lateness.forgive()
+            replica.lateness.slack = slack
+            outcome = await asyncio.wait_for(rounds.run(), 30)
+            assert outcome.target_only_cause == "late"
+            assert least_s <= outcome.draft_s < 30
+
+
+async def test_a_deadline_fits_what_is_sent_and_its_clock_learns_what_the_replica_had_to_run() -> None:
+    async with RoundRig(draft_salt=0) as rig:
+        rounds = rig.rounds(draft_timeout_s=30.0)
+        for _ in range(3):
+            await rounds.run()
+        assert rounds.draft_clock.asked == rounds.draft_clock.told == [(3, len(PROMPT)), (3, 2), (3, 2)]
+        # Nobody waits for what a hung replica would have to read: its answer brings it back.
+        replica = rig.pools.drafts("default")[0]
+        assert replica.lateness.note_late(asked_at=replica.link.heard_at, heard_at=0.0)
+        await asyncio.sleep(FIRST_PAUSE_S)
+        await rounds.run()
+        assert rounds.draft_clock.asked[3:] == [(3, 0)]
+        assert not replica.lateness.is_marked
+
+
 # ---- how much is asked -------------------------------------------------------------------------------------------
 
 
@@ -245,13 +282,15 @@ async def test_a_failed_target_is_taken_to_hold_nothing_when_the_session_comes_b
         assert len(first.asked) == 3  # nothing was missing
 
 
-async def test_a_target_that_is_gone_is_out_of_use_at_once() -> None:
+async def test_a_target_that_is_gone_is_out_of_use_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async with RoundRig(targets=2, drafts=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
         serving = max(range(2), key=lambda index: len(rig.targets[index].asked))
         await rig.of(TARGET)[serving].kill()
         await rounds.run()
+        address = rig.of(TARGET)[serving].address
+        assert any(message.startswith(f"target replica {address} failed: {address}") for message in caplog.messages)
         assert [replica.is_alive for replica in rig.pools.targets()].count(False) == 1
         await rig.of(TARGET)[1 - serving].kill()
         with pytest.raises(Unavailable):
@@ -279,6 +318,34 @@ async def test_the_fault_of_the_last_target_is_the_rounds_own() -> None:
         assert sorted(len(target.asked) for target in rig.targets) == [1, 1]
 
 
+async def test_what_the_last_target_finds_wrong_with_its_question_is_told_as_its_fault_with_its_name() -> None:
+    async with RoundRig(drafts=0) as rig:
+        rounds = rig.rounds()
+        rig.targets[0].error = InvalidRequest("temperature is 9")
+        address = rig.of(TARGET)[0].address
+        with pytest.raises(Internal, match=f"^target {address} refused a verification: INVALID_ARGUMENT ") as raised:
+            await rounds.run()
+        assert isinstance(raised.value.__cause__, InvalidRequest)
+
+
+async def test_only_the_model_that_a_replica_said_it_serves_may_answer() -> None:
+    async with RoundRig(draft_salt=0) as rig:
+        rounds = rig.rounds()
+        await rounds.run()
+        draft = rig.pools.drafts("default")[0]
+        assert draft.info is not None
+        draft.info = replace(draft.info, model_fingerprint="another")
+        assert (await rounds.run()).target_only_cause == "REPLICA_UNAVAILABLE"
+        assert len(rig.drafts[0].asked) == 1
+        target = rig.pools.targets()[0]
+        assert target.info is not None
+        target.info = replace(target.info, model_fingerprint="another")
+        rounds.replicas.target_fingerprint = "another"
+        with pytest.raises(Unavailable):
+            await rounds.run()
+        assert len(rig.targets[0].asked) == 2
+
+
 # ---- what a round tells ------------------------------------------------------------------------------------------
 
 
@@ -298,7 +365,9 @@ async def test_rounds_of_others_at_the_same_target_are_told_apart_from_ones_own(
 async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds(gamma=3)
+        began = time.perf_counter()
         outcome = await rounds.run()
+        assert outcome.draft_s + outcome.verify_s <= time.perf_counter() - began
         told = rounds.gamma.told[0]
         assert (told.num_asked, told.num_draft_tokens, told.num_accepted) == (3, 3, 3)
         assert told.committed_len == told.num_prefilled == told.num_draft_prefilled == len(PROMPT)
@@ -309,4 +378,15 @@ async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() ->
         assert outcome.wire_bytes > 0
         alone = await rounds.run(1)
         assert (alone.target_only_cause, alone.draft_s, len(alone.token_ids)) == ("off", 0.0, 1)
+        told = rounds.gamma.told[1]
+        assert (told.num_asked, told.draft_s, told.num_draft_prefilled, told.num_prefilled) == (0, 0.0, 0, 1)
         assert 0 < alone.wire_bytes < outcome.wire_bytes
+
+
+async def test_what_is_asked_of_the_draft_and_of_the_target_both_count_on_the_wire() -> None:
+    prompt = [5] * 400
+    async with RoundRig(draft_salt=0) as rig:
+        both = (await rig.rounds(prompt=prompt).run()).wire_bytes
+        alone = (await rig.rounds(prompt=prompt, gamma=0).run()).wire_bytes
+    assert alone > len(prompt)
+    assert both > 1.5 * alone
