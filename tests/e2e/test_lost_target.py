@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 from tests.support.stack import Stack
@@ -12,17 +13,19 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 ARGS = ("generate", "import os", "--temperature", "0", "--max-new-tokens", "1500", "--gamma", "2")
 
 
-def test_a_killed_target_is_told_as_lost_and_the_text_goes_on_when_it_is_back() -> None:
-    with Stack(DEMO / "target", DEMO / "draft") as stack:
+def test_a_killed_target_is_told_as_lost_and_the_text_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    with Stack(DEMO / "target", DEMO / "draft") as stack, text.open("wb") as stdout:
         command = [*SPECDEC, *ARGS, "--endpoint", stack.endpoint]
-        asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON)
-        assert asking.stdout is not None
+        asking = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=ENVIRON)
         assert asking.stderr is not None
-        first = asking.stdout.read(8)
+        while not text.stat().st_size:
+            assert asking.poll() is None
+            time.sleep(0.01)
         stack.kill("target")
         assert asking.stderr.readline() == "target lost, waiting\n"
         stack.restart("target")
-        rest, stderr = asking.communicate()
-        assert asking.returncode == 0, stderr
+        stderr = asking.stderr.read()
+        assert asking.wait() == 0, stderr
         assert stderr.startswith("rounds ")
-        assert first + rest == specdec(*ARGS, "--endpoint", stack.endpoint).stdout
+        assert text.read_text() == specdec(*ARGS, "--endpoint", stack.endpoint).stdout
