@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a local directory, or a Hugging Face hub id brought here.
+"""Where a checkpoint lies: a local directory, a GGUF file converted to one, or a Hugging Face hub id brought here.
 
 Not a loader: it reads no weights and imports neither torch nor transformers. Called by `specdec.vocabulary` (tokenizer
 files alone) and `specdec.engine.loader` (everything).
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from specdec.errors import InvalidRequest
+from specdec.gguf import convert_gguf, is_gguf
 
 _log = logging.getLogger(__name__)
 
@@ -29,18 +30,23 @@ def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> P
     """Returns the directory of a checkpoint.
 
     Args:
-        model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached already
-            (`HF_HUB_OFFLINE=1` looks into the cache alone).
-        small_files_only: bring the configuration and the tokenizer, and nothing else.
+        model: a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached
+            already (`HF_HUB_OFFLINE=1` looks into the cache alone).
+        small_files_only: bring the configuration and the tokenizer (of a GGUF file the tokenizer), and nothing else.
 
     Raises:
-        InvalidRequest: no such directory, and the hub cannot give it; one sentence.
+        InvalidRequest: no such directory, and the hub cannot give it; or as `convert_gguf`; one sentence.
+        Unsupported: as `convert_gguf`.
     """
     name, path = str(model), Path(model).expanduser()
     if name and path.is_dir():
         return path
     if path.is_file():
-        raise InvalidRequest(f"model {name!r} is a file; a checkpoint directory or a hub id is needed", field="model")
+        if is_gguf(path):
+            return convert_gguf(path, tokenizer_only=small_files_only)
+        raise InvalidRequest(
+            f"model {name!r} is a file but no GGUF file; a checkpoint directory or a hub id is needed", field="model"
+        )
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
         raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
     return _download(name, _SMALL_FILES if small_files_only else _MODEL_FILES)

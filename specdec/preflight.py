@@ -17,6 +17,7 @@ from typing import Any
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
+from specdec.gguf import is_gguf
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 
 _CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -37,6 +38,8 @@ def require_servable(model: str, *, flag: str) -> None:
         InvalidRequest: no such checkpoint, or a file of it is missing or unreadable.
         Unsupported: its type is no decoder-only language model that is known here.
     """
+    if is_gguf(Path(model).expanduser()):  # its conversion tells
+        return
     with _naming(flag):
         directory = locate_checkpoint(model, small_files_only=True)
         _require_decoder_only(model, _read_config(model, directory))
