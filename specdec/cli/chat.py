@@ -61,6 +61,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
                 try:
                     if not chat.take(text):
                         break
+                except KeyboardInterrupt:  # between an answer and the prompt
+                    if not reader.is_terminal:
+                        raise
+                    print()
                 except SpecdecError as error:
                     if not reader.is_terminal:
                         raise

@@ -9,11 +9,11 @@ import argparse
 from collections.abc import Mapping
 
 from specdec.client import Budgets, GenerateOptions
-from specdec.client.endpoints import check_endpoint
+from specdec.client.endpoints import DEFAULT_PORT, check_endpoint
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
 
-DEFAULT_ENDPOINT = "127.0.0.1:50051"
+DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
 #: A person at a terminal who named the wrong endpoint wants to know at once; an answer under way is worth the wait.
 BUDGETS = Budgets(connect_s=1.0)
 

@@ -9,6 +9,9 @@ import re
 
 from specdec.errors import InvalidRequest
 
+#: Of a coordinator, where nothing else is said.
+DEFAULT_PORT = 50051
+
 _SCHEMES = ("ipv4:", "ipv6:", "dns:", "unix:", "unix-abstract:", "vsock:", "xds:")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>[^/]*)")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%]+\]|[^\s/:\[\]]+")
@@ -24,10 +27,11 @@ def check_endpoint(endpoint: str) -> str:
     if endpoint.startswith(_SCHEMES):
         return endpoint
     if url := _URL.match(endpoint):
-        raise _refused(endpoint, f"without {url['scheme']}://", url["rest"])
+        meant = url["rest"] if ":" in url["rest"] else f"{url['rest']}:{DEFAULT_PORT}"
+        raise _refused(endpoint, f"without {url['scheme']}://", meant)
     host, colon, port = endpoint.rpartition(":")
     if not colon and _HOST.fullmatch(endpoint):
-        raise _refused(endpoint, "with a port", f"{endpoint}:50051")
+        raise _refused(endpoint, "with a port", f"{endpoint}:{DEFAULT_PORT}")
     if not _HOST.fullmatch(host) or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
         raise _refused(endpoint, "with a port of 1 to 65535", "")
     return endpoint

@@ -96,8 +96,8 @@ class Recovery:
         if isinstance(error, Unavailable | LeaseLost | StaleEpoch | SessionBusy | ResourceExhausted):
             if self._broken_since is None:
                 self._broken_since = time.monotonic()
-            # A lease is lost by what had begun: the one who has it now leaves it before a beginning's budget is over
-            # only by chance.
+            # A lease is lost by what had begun, and whoever has it now may keep it for longer than a beginning is
+            # waited for.
             self._answered |= isinstance(error, LeaseLost | StaleEpoch)
             return True
         return False

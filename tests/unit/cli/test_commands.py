@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,7 @@ def test_a_usage_error_is_one_line_and_exit_code_2(args: list[str], capsys: pyte
     ("endpoint", "words"),
     [
         ("http://127.0.0.1:8000", "without http://, got 'http://127.0.0.1:8000'; did you mean 127.0.0.1:8000?"),
+        ("https://host/v1", "without https://, got 'https://host/v1'; did you mean host:50051?"),
         ("localhost", "with a port, got 'localhost'; did you mean localhost:50051?"),
     ],
 )
@@ -164,6 +167,32 @@ def test_json_lines_are_an_object_a_chunk_and_then_the_whole(
     assert (second["index"], second["token_ids"]) == (2, [3])
     assert (last["event"], last["token_ids"], last["text"]) == ("finished", [1, 2, 3], "<1><2><3>")
     assert last["stats"]["wire_bytes"] == 9
+
+
+class Interrupting(io.StringIO):
+    """Sends Ctrl-C once it shows the second token."""
+
+    def write(self, text: str) -> int:
+        num_written = super().write(text)
+        if "<2>" in text and "cancelled" not in text:
+            os.kill(os.getpid(), signal.SIGINT)
+        return num_written
+
+
+@pytest.mark.parametrize("shape", [[], ["--json-lines"]], ids=["text", "json-lines"])
+def test_ctrl_c_shows_what_came_and_is_exit_code_130(
+    shape: list[str], coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, environ = coordinator(lambda r: [started(r), *(tokens(index, [index + 1]) for index in range(5000))])
+    stdout = Interrupting()
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert run(["generate", "hi", *shape], environ) == 130
+    if not shape:
+        assert stdout.getvalue() == "<1><2>\n"
+        assert capsys.readouterr().err == "stopped after 2 tokens  alpha n/a\n"
+        return
+    shown = json.loads(stdout.getvalue().splitlines()[-1])
+    assert (shown["text"], shown["token_ids"], shown["finish_reason"]) == ("<1><2>", [1, 2], "cancelled")
 
 
 @pytest.mark.parametrize("shape", ["--json", "--json-lines"])
