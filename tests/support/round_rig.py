@@ -31,6 +31,8 @@ class NotedEngine:
         """Every request, those that were not answered too."""
         self.error: BaseException | None = None
         """Raised in place of every answer."""
+        self.drafts_nothing = False
+        """Every proposal is without tokens."""
         self.gates: dict[str, asyncio.Event] = {}
         """By session: what its calls wait for."""
 
@@ -40,6 +42,8 @@ class NotedEngine:
     async def propose(self, request: ProposeRequest) -> Proposal:
         await self._note(request)
         proposal: Proposal = await self._engine.propose(request)
+        if self.drafts_nothing:
+            proposal.draft_token_ids, proposal.supports, proposal.lost_mass = proposal.draft_token_ids[:0], (), ()
         return proposal
 
     async def verify(self, request: VerifyRequest) -> Verification:
