@@ -26,8 +26,10 @@ SEVERAL_LOOKS_S = TTL_S
 class Clock:
     def __init__(self) -> None:
         self.now = 128.0
+        self.num_asked = 0
 
     def __call__(self) -> float:
+        self.num_asked += 1
         return self.now
 
 
@@ -113,6 +115,12 @@ async def test_a_lease_that_is_due_at_this_very_moment_is_renewed(
     keeper.keep(Lease("s", "us", 1, 0.375))
     clock.now += 0.125
     assert await renewals(store, 1) == [["s"]]
+
+
+async def test_leases_are_looked_at_several_times_in_a_life(clock: Clock, keeper: LeaseKeeper) -> None:
+    keeper.keep(lease())
+    async with asyncio.timeout(60 * TTL_S):  # it needs a twentieth of that
+        await eventually(lambda: clock.num_asked > 60)
 
 
 async def test_each_lease_has_its_own_time_and_a_dropped_one_none(
