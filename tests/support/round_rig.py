@@ -21,6 +21,8 @@ from specdec.rpc.client import open_link
 from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from tests.support.coordinator_rig import PROMPT, VOCABULARY, Service, start_service
 
+SEED = 5
+
 
 class NotedEngine:
     """An engine that notes what it is asked, and may be told not to answer."""
@@ -29,6 +31,7 @@ class NotedEngine:
         self._engine = engine
         self.asked: list[Any] = []
         """Every request, those that were not answered too."""
+        self.answered: list[Any] = []
         self.error: BaseException | None = None
         """Raised in place of every answer."""
         self.drafts_nothing = False
@@ -44,11 +47,13 @@ class NotedEngine:
         proposal: Proposal = await self._engine.propose(request)
         if self.drafts_nothing:
             proposal.draft_token_ids, proposal.supports, proposal.lost_mass = proposal.draft_token_ids[:0], (), ()
+        self.answered.append(proposal)
         return proposal
 
     async def verify(self, request: VerifyRequest) -> Verification:
         await self._note(request)
         verification: Verification = await self._engine.verify(request)
+        self.answered.append(verification)
         return verification
 
     async def _note(self, request: Any) -> None:
@@ -115,7 +120,7 @@ class Rounds:
             turn=0,
             output_start=len(prompt),
             filters=SamplingFilters(temperature=temperature),
-            seed=5,
+            seed=SEED,
             mode=mode,
             num_logprobs=None,
             vocabulary_size=VOCABULARY,
