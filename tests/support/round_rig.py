@@ -113,11 +113,13 @@ class Rounds:
         temperature: float = 0.0,
         mode: Mode = Mode.REJECTION,
         draft_timeout_s: float | None = None,
+        epoch: int = 1,
+        turn: int = 0,
     ) -> None:
         setting = RoundSetting(
             session_id=session_id,
-            epoch=1,
-            turn=0,
+            epoch=epoch,
+            turn=turn,
             output_start=len(prompt),
             filters=SamplingFilters(temperature=temperature),
             seed=SEED,

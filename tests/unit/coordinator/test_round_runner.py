@@ -36,6 +36,19 @@ async def test_after_accepted_drafts_only_what_no_replica_has_run_is_sent() -> N
         assert [(times.num_prefilled, times.num_draft_prefilled) for times in told] == [(1, 2)] * 4
 
 
+async def test_every_request_says_whose_round_it_is_and_how_it_is_drawn() -> None:
+    async with RoundRig(draft_salt=0) as rig:
+        rounds = rig.rounds(temperature=0.5, epoch=7, turn=3)
+        for _ in range(2):
+            await rounds.run()
+        for engine in (rig.drafts[0], rig.targets[0]):
+            asked = [request.position for request in engine.asked]
+            assert [(at.session_id, at.epoch, at.round_id, at.seed, at.turn, at.output_start) for at in asked] == [
+                ("s", 7, round_id, SEED, 3, len(PROMPT)) for round_id in range(2)
+            ]
+            assert {at.filters.temperature for at in asked} == {0.5}
+
+
 async def test_after_a_rejection_a_replica_is_sent_everything_from_the_rejected_token_on_and_misses_nothing() -> None:
     async with RoundRig(draft_salt=1) as rig:
         rounds = rig.rounds(gamma=3)
