@@ -115,6 +115,8 @@ class Rounds:
         draft_timeout_s: float | None = None,
         epoch: int = 1,
         turn: int = 0,
+        num_logprobs: int | None = None,
+        vocabulary_size: int = VOCABULARY,
     ) -> None:
         setting = RoundSetting(
             session_id=session_id,
@@ -124,8 +126,8 @@ class Rounds:
             filters=SamplingFilters(temperature=temperature),
             seed=SEED,
             mode=mode,
-            num_logprobs=None,
-            vocabulary_size=VOCABULARY,
+            num_logprobs=num_logprobs,
+            vocabulary_size=vocabulary_size,
             draft_timeout_s=draft_timeout_s,
         )
         self.tokens = SessionTokens(prompt)

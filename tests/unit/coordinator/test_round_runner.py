@@ -38,7 +38,7 @@ async def test_after_accepted_drafts_only_what_no_replica_has_run_is_sent() -> N
 
 async def test_every_request_says_whose_round_it_is_and_how_it_is_drawn() -> None:
     async with RoundRig(draft_salt=0) as rig:
-        rounds = rig.rounds(temperature=0.5, epoch=7, turn=3)
+        rounds = rig.rounds(temperature=0.5, epoch=7, turn=3, num_logprobs=2)
         for _ in range(2):
             await rounds.run()
         for engine in (rig.drafts[0], rig.targets[0]):
@@ -47,6 +47,7 @@ async def test_every_request_says_whose_round_it_is_and_how_it_is_drawn() -> Non
                 ("s", 7, round_id, SEED, 3, len(PROMPT)) for round_id in range(2)
             ]
             assert {at.filters.temperature for at in asked} == {0.5}
+        assert [request.num_logprobs for request in rig.targets[0].asked] == [2, 2]
 
 
 async def test_after_a_rejection_a_replica_is_sent_everything_from_the_rejected_token_on_and_misses_nothing() -> None:
@@ -218,6 +219,13 @@ async def test_what_the_last_target_finds_wrong_with_its_question_is_told_as_its
         with pytest.raises(Internal, match=f"^target {address} refused a verification: INVALID_ARGUMENT ") as raised:
             await rounds.run()
         assert isinstance(raised.value.__cause__, InvalidRequest)
+
+
+async def test_a_target_that_chooses_outside_the_vocabulary_is_named() -> None:
+    async with RoundRig(drafts=0) as rig:
+        address = rig.of(TARGET)[0].address
+        with pytest.raises(Internal, match=f"^target {address} answered token id "):
+            await rig.rounds(vocabulary_size=0).run()
 
 
 async def test_only_the_model_that_a_replica_said_it_serves_may_answer() -> None:
