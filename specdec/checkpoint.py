@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a local directory, or a Hugging Face hub id brought here.
+"""Where a checkpoint lies: a local directory, a GGUF file converted to one, or a Hugging Face hub id brought here.
 
 Not a loader: it reads no weights and imports neither torch nor transformers. Called by `specdec.vocabulary` (tokenizer
 files alone) and `specdec.engine.loader` (everything).
@@ -12,12 +12,13 @@ import re
 from pathlib import Path
 
 from specdec.errors import InvalidRequest
+from specdec.gguf import convert_gguf, is_gguf
 
 _log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
-_MODEL_FILES = [*_TOKENIZER_FILES, "*.json", "*.safetensors"]
+_SMALL_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
+_MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
 
 # Weight files up to this size are hashed whole, larger ones by so many samples.
 _WHOLE_BYTES = 64 << 20
@@ -25,25 +26,30 @@ _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 1 << 16
 
 
-def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Path:
+def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> Path:
     """Returns the directory of a checkpoint.
 
     Args:
-        model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached already
-            (`HF_HUB_OFFLINE=1` looks into the cache alone).
-        tokenizer_only: bring the tokenizer's files and nothing else.
+        model: a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached
+            already (`HF_HUB_OFFLINE=1` looks into the cache alone).
+        small_files_only: bring the configuration and the tokenizer (of a GGUF file the tokenizer), and nothing else.
 
     Raises:
-        InvalidRequest: no such directory, and the hub cannot give it; one sentence.
+        InvalidRequest: no such directory, and the hub cannot give it; or as `convert_gguf`; one sentence.
+        Unsupported: as `convert_gguf`.
     """
     name, path = str(model), Path(model).expanduser()
     if name and path.is_dir():
         return path
     if path.is_file():
-        raise InvalidRequest(f"model {name!r} is a file; a checkpoint directory or a hub id is needed", field="model")
+        if is_gguf(path):
+            return convert_gguf(path, tokenizer_only=small_files_only)
+        raise InvalidRequest(
+            f"model {name!r} is a file but no GGUF file; a checkpoint directory or a hub id is needed", field="model"
+        )
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
         raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
-    return _download(name, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+    return _download(name, _SMALL_FILES if small_files_only else _MODEL_FILES)
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:

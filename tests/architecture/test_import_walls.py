@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.vocabulary", "specdec.engines", "specdec.v1",
+    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.engines", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -29,7 +29,9 @@ ALLOWED = {
     "specdec.errors": set(),
     "specdec.engines": set(),
     "specdec.checkpoint": set(),
+    "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),
+    "specdec.preflight": set(),
     "specdec.config": set(),
     "specdec.core": set(),
     "specdec.state": {"specdec.core"},
@@ -41,6 +43,7 @@ ALLOWED = {
     # The engine, ground floor first.
     ENGINE + "base": set(),
     ENGINE + "kept_files": set(),
+    ENGINE + "gguf_conversion": set(),
     ENGINE + "sessions": {"specdec.core"},
     ENGINE + "schedule": {"specdec.core"},
     ENGINE + "logits": {"specdec.core"},

@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -25,44 +24,10 @@ from specdec.cli.__main__ import build_parser
 from specdec.client import Client
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 from tests.support.tiny_models import build_tiny_model
+from tests.support.up_rig import ENVIRON, SPECDEC, children_of, complaints, specdec, start_up, wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECDEC = [sys.executable, "-m", "specdec.cli"]
-ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")} | {"OMP_NUM_THREADS": "1"}
 ANSI = re.compile("\x1b\\[[0-9;]*m")
-
-
-def start_up(*flags: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
-    """A running `specdec up` and its endpoint."""
-    up = subprocess.Popen(
-        [*SPECDEC, "up", "--listen", "127.0.0.1:0", *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON | environ,
-    )  # fmt: skip
-    assert up.stdout is not None
-    line = up.stdout.readline()
-    found = re.fullmatch(r"ready grpc=(127\.0\.0\.1:\d+)\n", line)
-    if found is None:
-        up.kill()
-        pytest.fail(f"up printed {line!r}; stderr: {up.communicate()[1]}")
-    return up, found[1]
-
-
-def complaints(stderr: str) -> str:
-    """What `up` wrote to stderr but for what it says while it waits, which it does where the machine is slow."""
-    return re.sub(r"^starting \(\d+ s\): .*\n", "", stderr, flags=re.MULTILINE)
-
-
-def children_of(process: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """Returns when none of the processes runs any more; the test's own time limit is the bound."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            select.select([descriptor], [], [])
-            os.close(descriptor)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +42,6 @@ def endpoint() -> Iterator[str]:
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     stdout, stderr = up.communicate()
     assert (stdout, complaints(stderr)) == ("", "")
-
-
-def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SPECDEC, *args], input=stdin, capture_output=True, text=True, env=ENVIRON | environ)
 
 
 def test_generate_json_is_one_object_and_mode_changes_no_greedy_token(endpoint: str) -> None:
@@ -275,7 +236,8 @@ def test_up_with_two_tokenizers_says_so_before_anything_is_loaded(misfits: tuple
     result = specdec("up", "--listen", "127.0.0.1:0", "--target", target, "--draft", draft)
     assert (result.returncode, result.stdout) == (1, "")
     (line,) = complaints(result.stderr).splitlines()
-    assert line.startswith("error: FAILED_PRECONDITION VOCABULARY_MISMATCH: draft model ")
+    assert line.startswith("error: FAILED_PRECONDITION VOCABULARY_MISMATCH: ")
+    assert "--draft" in line
     assert all(fingerprint in line for fingerprint in fingerprints(misfits))
 
 
@@ -284,7 +246,7 @@ def test_up_ends_when_its_coordinator_refuses_a_replica(
 ) -> None:
     # A draft that got another tokenizer after the look at the files: the look is left out here.
     before = own_children()
-    monkeypatch.setattr(up, "require_same_vocabulary", lambda target, draft: None)
+    monkeypatch.setattr(up, "require_servable_pair", lambda models: None)
     args = ["up", "--listen", "127.0.0.1:0", "--target", str(misfits[0]), "--draft", str(misfits[1])]
     with pytest.raises(up.ChildFailed) as caught:
         up.run(build_parser(ENVIRON).parse_args(args), ENVIRON, threading.Event())

@@ -1,0 +1,180 @@
+"""GGUF files as models: taken directly, converted once, number by number what the file holds, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from bench.models import DEMO
+from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.errors import InvalidRequest, SpecdecError
+from specdec.vocabulary import load_vocabulary
+from tests.support.gguf_writing import write_gguf
+
+TARGET = DEMO / "target"
+ODD_TEXTS = [
+    "def f(x):\n    return x  # 12 345", "x  12", "e\u0301 \U0001f468\u200d\U0001f469",
+    "\u2581 \xa0\t\r\n", "<|user|>a<|eos|>", "",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "specdec" / "gguf"
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+
+
+def stored_dtype(directory: Path) -> str:
+    return json.loads((directory / "config.json").read_text())["dtype"]
+
+
+def test_a_gguf_file_becomes_the_checkpoint_it_was_written_from(tmp_path: Path) -> None:
+    directory = locate_checkpoint(write_gguf(TARGET, tmp_path / "demo.gguf"))
+    expected = weights(TARGET)
+    assert {name: torch.equal(tensor, expected[name]) for name, tensor in weights(directory).items()} == dict.fromkeys(
+        expected, True
+    )
+    assert load_vocabulary(directory) == load_vocabulary(TARGET)
+    own, converted = (PreTrainedTokenizerFast.from_pretrained(path) for path in (TARGET, directory))
+    assert [converted.encode(text) for text in ODD_TEXTS] == [own.encode(text) for text in ODD_TEXTS]
+    assert converted.chat_template == own.chat_template
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])
+def test_weights_are_kept_in_the_narrowest_dtype_that_rounds_none(tmp_path: Path, kind: str, dtype: str) -> None:
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    # As in the files of models that were trained in bfloat16: vectors too have that many digits.
+    source = tmp_path / "source"
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16 if kind == "BF16" else torch.float16)
+    model.save_pretrained(source)
+    PreTrainedTokenizerFast.from_pretrained(TARGET).save_pretrained(source)
+    path = write_gguf(source, tmp_path / "demo.gguf", kind)
+    directory = locate_checkpoint(path)
+    assert stored_dtype(directory) == dtype
+    held = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(path).tensors}
+    converted = weights(directory)
+    for name, stored in (("model.embed_tokens", "token_embd"), ("model.layers.3.mlp.up_proj", "blk.3.ffn_up")):
+        assert np.array_equal(converted[f"{name}.weight"].numpy(), held[f"{stored}.weight"])
+
+
+def test_a_file_is_converted_once_by_processes_that_start_at_once_and_again_when_it_has_changed(
+    tmp_path: Path, cache: Path
+) -> None:
+    path = write_gguf(TARGET, tmp_path / "demo.gguf")
+    program = (
+        "import logging, sys\nlogging.basicConfig(level='INFO', format='%(message)s')\n"
+        f"from specdec.checkpoint import locate_checkpoint\nprint(locate_checkpoint({str(path)!r}))\n"
+    )
+    command = [sys.executable, "-c", program]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate() for process in processes]
+    assert len({out for out, _ in said}) == 1
+    assert sorted("converting" in err for _, err in said) == [False, False, True]
+    directory = locate_checkpoint(path)
+    assert str(directory) == said[0][0].strip()
+    before = checkpoint_fingerprint(directory)
+    moved = path.rename(tmp_path / "elsewhere.bin")
+    assert locate_checkpoint(moved) == directory
+    write_gguf(DEMO / "draft", moved)
+    assert checkpoint_fingerprint(locate_checkpoint(moved)) != before
+    assert not list(cache.rglob("*unfinished*"))
+
+
+def test_what_needs_the_tokenizer_alone_converts_no_weights_and_loads_no_torch(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(TARGET, tmp_path / "demo.gguf")
+    program = (
+        "import sys\nfrom coordinator.text.tokenizer import ServedTokenizer\n"
+        f"tokenizer = ServedTokenizer({str(path)!r})\n"
+        "print(tokenizer.fingerprint, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    from specdec.vocabulary import vocabulary_fingerprint
+
+    assert done.stdout.split() == [vocabulary_fingerprint(load_vocabulary(TARGET)), "False"]
+    assert not list(cache.rglob("*.safetensors"))
+
+
+def test_without_the_packages_that_read_it_the_command_is_told_that_installs_them(tmp_path: Path) -> None:
+    path = write_gguf(TARGET, tmp_path / "demo.gguf")
+    program = (
+        "import importlib.util, sys\n"
+        "found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'gguf' else found(name, package)\n"
+        "from coordinator.__main__ import main\nsys.exit(main())"
+    )
+    flags = ["--tokenizer", str(path), "--redis-url", "memory://", "--target-endpoint", "127.0.0.1:1"]
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    told = f"error: INVALID_ARGUMENT INVALID_REQUEST: reading {str(path)!r} needs gguf: pip install gguf"
+    assert done.stderr.splitlines()[-1] == told
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({"extra_tensors": {"rope_freqs.weight": np.ones(16, np.float32)}}, "scales its positions"),
+        ({"metadata": {"llama.rope.scaling.type": "linear"}}, "scales its positions"),
+        ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(256, np.float32)}}, "of which transformers reads"),
+        ({"left_out": "blk.5.ffn_up.weight"}, "lacks weights, model.layers.5.mlp.up_proj.weight for one"),
+        ({"metadata": {"split.count": 3}}, "join them with llama-gguf-split"),
+        ({"metadata": {"general.architecture": "rwkv6"}}, "of a kind that is not read: rwkv6"),
+    ],
+)
+def test_a_file_that_would_be_read_wrongly_is_refused_by_name(
+    tmp_path: Path, cache: Path, fault: dict[str, object], told: str
+) -> None:
+    path = write_gguf(TARGET, tmp_path / "demo.gguf", **fault)
+    with pytest.raises(SpecdecError) as refusal:
+        locate_checkpoint(path)
+    assert refusal.value.reason == "UNSUPPORTED"
+    assert refusal.value.message.startswith(repr(str(path)))
+    assert told in refusal.value.message
+    assert not list(cache.rglob("*.json"))
+
+
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    whole = write_gguf(TARGET, tmp_path / "demo.gguf").read_bytes()
+    for index, damaged in enumerate((whole[:40], whole[: len(whole) // 2], b"GGUF" + b"\xff" * 500)):
+        path = tmp_path / f"{index}.gguf"
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidRequest) as refusal:
+            locate_checkpoint(path)
+        assert "\n" not in refusal.value.message
+    path.write_bytes(b"GG")
+    with pytest.raises(InvalidRequest, match="no GGUF file"):
+        locate_checkpoint(path)
+
+
+def test_digits_stay_alone_where_the_files_merges_were_learned_so(tmp_path: Path) -> None:
+    """Blanks before a digit are one token then, as everywhere else, and not half of them the digit's."""
+    path = write_gguf(TARGET, tmp_path / "demo.gguf", metadata={"tokenizer.ggml.pre": "smollm"})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(locate_checkpoint(path, small_files_only=True))
+    assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
+
+
+def test_the_token_that_ends_a_turn_in_the_files_own_template_ends_its_answers(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in TARGET.iterdir():
+        text = (
+            file.read_bytes() if file.suffix == ".safetensors" else file.read_bytes().replace(b"<|user|>", b"<|end|>")
+        )
+        (source / file.name).write_bytes(text)
+    (source / "chat_template.jinja").write_text(template)
+    directory = locate_checkpoint(write_gguf(source, tmp_path / "demo.gguf"))
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
