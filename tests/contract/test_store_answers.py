@@ -9,7 +9,7 @@ import pytest
 from specdec.errors import LeaseLost, NotFound, SessionBusy, SessionLost, Unavailable
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
-from specdec.state.redis_store import RedisSessionStore
+from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, lose_tokens, tokens
 
@@ -100,10 +100,12 @@ async def test_a_session_that_was_told_not_to_expire_has_no_time_left(
 
 
 async def test_a_store_that_is_opened_once_more_is_the_same_store(store_url: str, session_id: str) -> None:
-    store = RedisSessionStore(store_url, tenant="ours", session_ttl_s=SESSION_TTL_S)
+    store, elsewhere = open_store(store_url, tenant="ours", session_ttl_s=SESSION_TTL_S), open_store(store_url)
     lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    assert await elsewhere.load(session_id) is None
     again = store.reopen()
     await store.close()
+    await elsewhere.close()
     await again.ping()
     await again.renew(lease)
     record = await again.load(session_id)
