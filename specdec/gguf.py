@@ -76,8 +76,8 @@ def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
         return whole[-1]
     except OSError as error:
         raise InvalidRequest(
-            f"{error.filename or path} cannot be read or written: {error.strerror}; XDG_CACHE_HOME says where converted "
-            "models are kept",
+            f"{error.filename or path} cannot be read or written: {error.strerror}; XDG_CACHE_HOME says where "
+            "converted models are kept",
             field="model",
         ) from error
 

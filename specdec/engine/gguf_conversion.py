@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
@@ -113,8 +113,11 @@ def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenize
     if metadata.get("split.count", 1) > 1:
         raise NotConverted("is one of several parts: join them with llama-gguf-split --merge")
     try:
+        # Made once: transformers parses the whole file, vocabulary and all, whenever it needs a configuration.
+        config = AutoConfig.from_pretrained(folder, gguf_file=_LINK, trust_remote_code=False)
         model, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
+            folder, config=config, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True,
+            trust_remote_code=False,
         ))  # fmt: skip
     except ValueError as error:
         if "not supported" in str(error) or "Unrecognized" in str(error):
