@@ -28,7 +28,7 @@ class CoordinatorSettings(ServiceSettings):
     """HOST:PORT of the HTTP gateway, which this version does not have."""
 
     tokenizer: str
-    """Tokenizer of the target model: a directory, or a hub id."""
+    """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""

@@ -74,7 +74,7 @@ def load_worker(
     """Loads a checkpoint and its KV pool.
 
     Args:
-        model: a checkpoint directory or a hub id.
+        model: a checkpoint directory, a GGUF file or a hub id.
         device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
         dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere;
             `int8` rounds the weights of the layers' products (CPU only), all else being float32.

@@ -19,10 +19,11 @@ from specdec.client import Client
 #: Logits this close may change places between one step and many in one: all is float32, but sums have their order.
 TIE = 1e-3
 
-#: Without blanks before digits: SmolLM2 sees each digit by itself, which Transformers' reading of its file does not know.
+#: No blanks before digits: SmolLM2 sees each digit by itself, which Transformers' reading of its file does not know.
 ODD_TEXTS = [
-    "", " ", "  a", "Hello, world!", "e\u0301 é ß 漢字 العربية", "\u2581 \xa0 \u200b\r\n\t\x00", "x\n\n\n  y", "a" * 300,
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467 👍🏽 🏳️", "<|im_start|>user\nhi<|im_end|>\n", "it's we'll I'D", "1234.5",
+    "", " ", "  a", "Hello, world!", "e\u0301 é ß 漢字 العربية", "\u2581 \xa0 \u200b\r\n\t\x00", "x\n\n\n  y",
+    "a" * 300, "\U0001f468\u200d\U0001f469\u200d\U0001f467 👍🏽 🏳️", "<|im_start|>user\nhi<|im_end|>\n",
+    "it's we'll I'D", "1234.5",
 ]  # fmt: skip
 
 
