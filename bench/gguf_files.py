@@ -14,13 +14,14 @@ def rewrite(source: Path, path: Path, kind: str) -> Path:
     Args:
         source: a GGUF file.
         path: the new one.
-        kind: `F16`, `BF16` or `Q8_0`. Vectors stay float32, rounded to `kind` where that is a float, so that the whole
-            model has no more digits than its matrices.
+        kind: `F16`, `BF16` or `Q8_0`. Vectors, and matrices whose rows fill no whole blocks, stay float32, rounded to
+            `kind` where that is a float: the model has no more digits elsewhere than in its other matrices.
     """
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
     from gguf.quants import dequantize, quantize
 
     stored = GGMLQuantizationType[kind]
+    block_size, _ = GGML_QUANT_SIZES[stored]
     reader = GGUFReader(source)
     writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -30,7 +31,7 @@ def rewrite(source: Path, path: Path, kind: str) -> Path:
             writer.add_key_value(name, field.contents(), kinds[0], sub_type=sub_type)
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if values.ndim > 1:
+        if values.ndim > 1 and values.shape[-1] % block_size == 0:
             writer.add_tensor(tensor.name, quantize(values, stored), raw_dtype=stored)
         else:
             rounded = values if kind == "Q8_0" else dequantize(quantize(values, stored), stored)
