@@ -30,9 +30,9 @@ class PeerRun:
 
 
 class PeerModels:
-    """A target and a draft loaded by transformers, in this process."""
+    """A target and, for `assisted`, a draft loaded by transformers, in this process."""
 
-    def __init__(self, target_dir: str, draft_dir: str, num_threads: int, device: str, dtype: str) -> None:
+    def __init__(self, target_dir: str, draft_dir: str | None, num_threads: int, device: str, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -41,13 +41,14 @@ class PeerModels:
         torch.set_num_threads(num_threads)
         self._torch = torch
         self._device = device
-        self._target, self._draft = (
+        models = [
             AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), trust_remote_code=False)
             .to(device)
             .eval()
-            for directory in (target_dir, draft_dir)
-        )
-        for model in (self._target, self._draft):
+            for directory in filter(None, (target_dir, draft_dir))
+        ]
+        self._target, self._draft = models[0], models[-1]  # its own draft where there is none
+        for model in models:
             # EOS is ignored on every side: all systems make the same number of tokens.
             model.generation_config.eos_token_id = None
             model.config.eos_token_id = None
@@ -121,9 +122,10 @@ class PeerProcess:
     """`PeerModels` in a child process. Use it by `with`; one call at a time."""
 
     def __init__(
-        self, target_dir: Path, draft_dir: Path, num_threads: int, device: str = "cpu", dtype: str = "float32"
+        self, target_dir: Path, draft_dir: Path | None, num_threads: int, device: str = "cpu", dtype: str = "float32"
     ) -> None:
-        command = [sys.executable, "-m", "bench.peers", "--target", str(target_dir), "--draft", str(draft_dir)]
+        command = [sys.executable, "-m", "bench.peers", "--target", str(target_dir)]
+        command += [] if draft_dir is None else ["--draft", str(draft_dir)]
         command += ["--threads", str(num_threads), "--device", device, "--dtype", dtype]
         environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "TRANSFORMERS_VERBOSITY": "error"}
         self._process = subprocess.Popen(
@@ -174,7 +176,7 @@ def main() -> None:
     """Answer one request a line until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
+    parser.add_argument("--draft")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--dtype", required=True)

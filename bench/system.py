@@ -56,7 +56,7 @@ class RunningSystem:
     def __init__(
         self,
         target_dir: Path,
-        draft_dir: Path,
+        draft_dir: Path | None,
         dtype: str = "auto",
         device: str = "cpu",
         kv_cache_bytes: tuple[int, int] | None = None,
@@ -65,12 +65,13 @@ class RunningSystem:
 
         Args:
             target_dir: a checkpoint.
-            draft_dir: a checkpoint of the same vocabulary.
+            draft_dir: a checkpoint of the same vocabulary; None: target-only.
             dtype: as a service takes it.
             device: of both models.
             kv_cache_bytes: of target and draft. None is what `specdec up` gives each.
         """
-        models = ["--target", str(target_dir), "--draft", str(draft_dir)]
+        models = ["--target", str(target_dir)]
+        models += ["--replicas-draft", "0"] if draft_dir is None else ["--draft", str(draft_dir)]
         self._command = [sys.executable, "-m", "specdec.cli", "up", *models, "--listen", "127.0.0.1:0"]
         self._command += ["--device", device, "--dtype", dtype]
         self._environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

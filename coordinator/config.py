@@ -19,7 +19,7 @@ class CoordinatorSettings(ServiceSettings):
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
     tokenizer: str
-    """Tokenizer of the target model: a directory, or a hub id."""
+    """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""

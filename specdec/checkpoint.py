@@ -45,7 +45,8 @@ def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> P
         if is_gguf(path):
             return convert_gguf(path, tokenizer_only=small_files_only)
         raise InvalidRequest(
-            f"model {name!r} is a file but no GGUF file; a checkpoint directory or a hub id is needed", field="model"
+            f"model {name!r} is a file but no GGUF file; a checkpoint directory, a GGUF file or a hub id is needed",
+            field="model",
         )
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
         raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")

@@ -209,7 +209,7 @@ class ReplicaSettings(ServiceSettings):
     """Flags that draft and target services have in common."""
 
     model: str
-    """Hugging Face checkpoint: a directory, or a hub id."""
+    """Hugging Face checkpoint: a directory, a GGUF file, or a hub id."""
 
     device: str = "auto"
     """Where the model runs: cpu, cuda, cuda:1, ...; auto takes a GPU when there is one."""

@@ -133,7 +133,8 @@ def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
     ) as child:
         assert child.stdout is not None  # it was opened above
         for line in child.stdout:
-            _take(path, json.loads(line))
+            if line.startswith("{"):  # libraries may print what they like
+                _take(path, json.loads(line))
     if child.returncode:
         raise InvalidRequest(
             f"{str(path)!r} cannot be converted: the conversion ended with exit code {child.returncode}"

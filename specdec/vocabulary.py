@@ -36,7 +36,7 @@ def load_vocabulary(model: str | Path) -> dict[str, int]:
     """Reads a checkpoint's token-to-id map, added tokens included.
 
     Args:
-        model: a checkpoint directory or a hub id.
+        model: a checkpoint directory, a GGUF file or a hub id.
 
     Raises:
         InvalidRequest: as `load_tokenizer`.
@@ -48,7 +48,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
     """Reads a checkpoint's fast tokenizer, without torch.
 
     Args:
-        model: a checkpoint directory or a hub id.
+        model: a checkpoint directory, a GGUF file or a hub id.
 
     Raises:
         InvalidRequest: there is no such checkpoint, or it holds no readable `tokenizer.json`, or that one is empty.

@@ -50,7 +50,7 @@ class ServedTokenizer:
         """Loads it.
 
         Args:
-            model: a model directory or a hub id.
+            model: a model directory, a GGUF file or a hub id.
 
         Raises:
             InvalidRequest: one sentence that names `model` and what is missing.

@@ -19,9 +19,11 @@ from typing import Any, cast
 import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.integrations.gguf.reader import read_gguf_metadata
+
+from specdec.engine.gguf_positions import DIVISORS, is_readable
 
 _LINK = "model.gguf"
 
@@ -112,33 +114,37 @@ def _drop_made_up_tokens(path: Path, num_tokens: int) -> None:
 def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     if metadata.get("split.count", 1) > 1:
         raise NotConverted("is one of several parts: join them with llama-gguf-split --merge")
+    file = GGUFReader(f"{folder}/{_LINK}")
+    scaling = next((tensor.data for tensor in file.tensors if tensor.name == DIVISORS), None)
     try:
+        # Made once: transformers parses the whole file, vocabulary and all, whenever it needs a configuration.
+        config = AutoConfig.from_pretrained(folder, gguf_file=_LINK, trust_remote_code=False)
+        if not is_readable(config, metadata, scaling):
+            raise NotConverted("scales its positions in a way that is not read")
         model, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
+            folder, config=config, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True,
+            trust_remote_code=False,
         ))  # fmt: skip
     except ValueError as error:
         if "not supported" in str(error) or "Unrecognized" in str(error):
             raise NotConverted(f"holds a model of a kind that is not read: {_architecture(metadata)}") from error
         raise
-    _require_whole(GGUFReader(f"{folder}/{_LINK}"), metadata, model, report)
+    _require_whole(file, model, report)
     end_token_ids = _end_token_ids(metadata, tokenizer)
     model.generation_config.eos_token_id = model.config.eos_token_id = end_token_ids or None
     # What says that the weights were quantised once: with it, a model cannot be saved.
     del model.hf_quantizer, model.config.quantization_config
-    dtype = exact_dtype(model.state_dict().values())
     # The decorator that transformers puts on `to` loses `self`.
-    model.to(dtype).save_pretrained(directory)  # type: ignore[arg-type]
+    model.to(exact_dtype(model.state_dict().values()))  # type: ignore[arg-type]
+    model.save_pretrained(directory)
 
 
-def _require_whole(file: GGUFReader, metadata: dict[str, Any], model: PreTrainedModel, report: dict[str, Any]) -> None:
+def _require_whole(file: GGUFReader, model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raises NotConverted unless every number of the file went into the model, and none of the model's is made up."""
     if report["missing_keys"]:
         raise NotConverted(f"lacks weights, {min(report['missing_keys'])} for one")
-    in_file = sum(int(tensor.n_elements) for tensor in file.tensors)
+    in_file = sum(int(tensor.n_elements) for tensor in file.tensors if tensor.name != DIVISORS)
     in_model = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once, as in the file
-    scaling = metadata.get(f"{_architecture(metadata)}.rope.scaling.type", "none")
-    if any(tensor.name == "rope_freqs.weight" for tensor in file.tensors) or scaling != "none":
-        raise NotConverted("scales its positions, which transformers does not read from such a file")
     if in_file != in_model:
         raise NotConverted(
             f"holds {in_file} weights, of which transformers reads {in_model}: its model of type "

@@ -49,6 +49,9 @@ _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# What transformers can turn into plain weights on every device (`dequantize` of its quantisation configs).
+_DEQUANTISED = ("fp8", "mxfp4")
+
 # A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
 _CPU_SESSIONS = 64
 _CPU_SESSION_TOKENS = 2048
@@ -76,7 +79,7 @@ def load_worker(
     """Loads a checkpoint and its KV pool.
 
     Args:
-        model: a checkpoint directory or a hub id.
+        model: a checkpoint directory, a GGUF file or a hub id.
         device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
         dtype: `float32`, `bfloat16` or `float16`; `auto` is the checkpoint's own on a GPU, and on a CPU float32, with
             weights kept in 16 bits where the checkpoint stores them so: the same numbers, the same text, half the
@@ -271,7 +274,25 @@ def _load_config(model: str, directory: Path) -> PreTrainedConfig:
     if other_layers:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
+    _ask_for_plain_weights(model, config)
     return config
+
+
+def _ask_for_plain_weights(model: str, config: PreTrainedConfig) -> None:
+    """Has a quantised checkpoint loaded as the numbers it stands for, on whatever device.
+
+    Raises:
+        Unsupported: transformers does not make them; what it would load instead has products of its own.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else type(quantisation).__name__
+    if method not in _DEQUANTISED:
+        raise Unsupported(
+            f"model {model!r} is quantised with {method}; only {' and '.join(_DEQUANTISED)} are read, and GGUF files"
+        )
+    quantisation["dequantize"] = True
 
 
 def _load_model(

@@ -43,7 +43,8 @@ ALLOWED = {
     # The engine, ground floor first.
     ENGINE + "base": set(),
     ENGINE + "kept_files": set(),
-    ENGINE + "gguf_conversion": set(),
+    ENGINE + "gguf_positions": set(),
+    ENGINE + "gguf_conversion": {ENGINE + "gguf_positions"},
     ENGINE + "sessions": {"specdec.core"},
     ENGINE + "schedule": {"specdec.core"},
     ENGINE + "logits": {"specdec.core"},

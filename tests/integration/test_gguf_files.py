@@ -126,7 +126,7 @@ def test_without_the_packages_that_read_it_the_command_is_told_that_installs_the
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ({"extra_tensors": {"rope_freqs.weight": np.ones(16, np.float32)}}, "scales its positions"),
+        ({"extra_tensors": {"rope_freqs.weight": np.arange(1, 17, dtype=np.float32)}}, "scales its positions"),
         ({"metadata": {"llama.rope.scaling.type": "linear"}}, "scales its positions"),
         ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(256, np.float32)}}, "of which transformers reads"),
         ({"left_out": "blk.5.ffn_up.weight"}, "lacks weights, model.layers.5.mlp.up_proj.weight for one"),
@@ -144,6 +144,26 @@ def test_a_file_that_would_be_read_wrongly_is_refused_by_name(
     assert refusal.value.message.startswith(repr(str(path)))
     assert told in refusal.value.message
     assert not list(cache.rglob("*.json"))
+
+
+def test_the_scaled_positions_of_llama_3_are_recovered_from_their_divisors(tmp_path: Path) -> None:
+    """Transformers' own rotary frequencies are the oracle."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in TARGET.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": scaling}))
+    frequencies = AutoModelForCausalLM.from_pretrained(source).model.rotary_emb.inv_freq
+    plain = 500000.0 ** (-torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies))
+    divisors = (plain / frequencies).float().numpy()
+    directory = locate_checkpoint(
+        write_gguf(source, tmp_path / "demo.gguf", extra_tensors={"rope_freqs.weight": divisors})
+    )
+    assert json.loads((directory / "config.json").read_text())["rope_parameters"] == pytest.approx(scaling)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq, frequencies)
 
 
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:

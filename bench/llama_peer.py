@@ -1,0 +1,90 @@
+"""llama.cpp as the peer, by `llama-cpp-python`: one greedy stream at a time, in a process of its own.
+
+What it is not: its server, which batches streams. Called by `bench.real`; `python -m bench.llama_peer` is the child.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.peers import PeerRun
+
+_CONTEXT_TOKENS = 2048
+
+
+def is_installed() -> bool:
+    """Whether this Python has it."""
+    return find_spec("llama_cpp") is not None
+
+
+class LlamaProcess:
+    """A GGUF file in llama.cpp, in a child process. Use it by `with`; one call at a time."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        command = [sys.executable, "-m", "bench.llama_peer", "--model", str(path), "--threads", str(num_threads)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+            cwd=Path(__file__).resolve().parents[1],
+        )
+        self._read()
+
+    def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> PeerRun:
+        """Generates greedily, past any end token; the times are the child's own, without the pipe."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([prompt_token_ids, max_new_tokens]) + "\n")
+        self._process.stdin.flush()
+        return PeerRun(**json.loads(self._read()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The child ends at the end of its input.
+        self._process.communicate()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the llama.cpp process ended with exit code {self._process.wait()}")
+        return line
+
+
+def main() -> None:
+    """Answer one request a line until the input ends."""
+    from llama_cpp import Llama
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    asked = parser.parse_args()
+    model = Llama(
+        asked.model, n_ctx=_CONTEXT_TOKENS, n_threads=asked.threads, n_threads_batch=asked.threads, verbose=False
+    )
+    print("{}", flush=True)
+    for line in sys.stdin:
+        prompt_token_ids, max_new_tokens = json.loads(line)
+        started, first, token_ids = time.perf_counter(), 0.0, []
+        for token_id in islice(model.generate(prompt_token_ids, top_k=1, temp=0.0, repeat_penalty=1.0), max_new_tokens):
+            first = first or time.perf_counter()
+            token_ids.append(token_id)
+        print(json.dumps(asdict(PeerRun(token_ids, first - started, time.perf_counter() - started))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`make demo-real`: SmolLM2-135M-Instruct answers in a chat, and Transformers' `generate()` answers the same beside it.
+
+Not a benchmark: a few short answers on whatever this machine is doing; `python -m bench real` measures. It stops
+everything it started. Needs `make real`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench.real_models import smollm2
+from specdec.checkpoint import locate_checkpoint
+from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
+from specdec.client import ChatMessage, Client, Completion
+from specdec.errors import SpecdecError
+
+QUESTIONS = ("What is rain, in two sentences?", "And snow?", "Which of them is colder? 🌨️")
+MAX_NEW_TOKENS = 64
+
+
+def main() -> int:
+    try:
+        model = smollm2()
+        print(f"{model.name}: converting it (the first time) and starting target and coordinator …", flush=True)
+        checkpoint = locate_checkpoint(model)
+    except (FileNotFoundError, SpecdecError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(model), "--replicas-draft", "0"]
+    up = subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
+    assert up.stdout is not None  # it was opened above
+    try:
+        ready = up.stdout.readline().split("grpc=")
+        if len(ready) != 2:
+            return 1  # `up` has said why
+        return show(ready[1].strip(), checkpoint)
+    except SpecdecError as error:
+        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
+        return 1
+    finally:
+        up.send_signal(signal.SIGTERM)
+        up.wait()
+
+
+def show(endpoint: str, checkpoint: Path) -> int:
+    """A conversation of a few turns, each answered twice; returns the exit code."""
+    writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, os.environ))
+    peer = Peer(checkpoint)
+    messages: list[ChatMessage] = []
+    same, ours, theirs = True, [], []
+    with Client(endpoint) as client:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            print(f"\n> {question}")
+            answer = stream(client, writer, messages)
+            token_ids, rate = peer.answer(client.tokenize(messages=messages))
+            print(f"\n{closing_line(answer)}\nTransformers: {rate:.1f} tok/s", flush=True)
+            ours.append(tokens_per_s(answer))
+            theirs.append(rate)
+            same = same and list(answer.token_ids) == token_ids
+            messages.append({"role": "assistant", "content": answer.text})
+    mean_ours, mean_theirs = (sum(rates) / len(rates) for rates in (ours, theirs))
+    print(
+        f"\nspecdec {mean_ours:.1f} tokens/s   Transformers {mean_theirs:.1f} tokens/s"
+        f"   {mean_ours / mean_theirs:.2f}x, both in float32"
+    )
+    print("Both said the same, token for token." if same else "error: the answers differ")
+    return 0 if same else 1
+
+
+def stream(client: Client, writer: TokenWriter, messages: list[ChatMessage]) -> Completion:
+    """Prints one greedy answer as it comes. Each question asks with the whole conversation, as the peer does."""
+    with client.generate(
+        messages=messages, stream=True, provenance=True, temperature=0, max_new_tokens=MAX_NEW_TOKENS
+    ) as chunks:
+        for chunk in chunks:
+            writer.write(chunk)
+        completion = chunks.result()
+    client.delete_session(completion.session_id)
+    return completion
+
+
+class Peer:
+    """The same checkpoint in Transformers, float32, in this process."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def answer(self, prompt: tuple[int, ...]) -> tuple[list[int], float]:
+        """Greedy token ids, the end token included, and tokens a second."""
+        inputs = self._torch.tensor([prompt])  # [1, T]
+        began = time.perf_counter()
+        with self._torch.inference_mode():
+            output = self._model.generate(
+                inputs,
+                attention_mask=self._torch.ones_like(inputs),
+                do_sample=False,
+                max_new_tokens=MAX_NEW_TOKENS,
+            )
+        token_ids = output[0, len(prompt) :].tolist()
+        return token_ids, len(token_ids) / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Checkpoints whose weights are quantised: read as the numbers they stand for, or refused by their method's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.engine.base import SequenceSlice, StepPlan
+from specdec.engine.loader import load_worker
+from specdec.errors import Unsupported
+from tests.support.tiny_models import build_tiny_model
+
+BLOCK = 16
+LARGEST_FP8 = 448.0
+
+
+def with_quantisation(directory: Path, settings: dict[str, Any]) -> Path:
+    build_tiny_model("llama", directory, vocabulary_size=64)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return directory
+
+
+def logits_of(model: Path) -> torch.Tensor:
+    worker = load_worker(str(model), device="cpu", dtype="float32", num_kv_blocks=4)
+    return worker.execute(StepPlan((SequenceSlice(tuple(range(2, 22)), 0, (0, 1, 2, 3), 20),)))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "not_heard_of"])
+def test_a_method_that_is_not_read_is_refused_by_its_name(method: str, tmp_path: Path) -> None:
+    """The last one used to be loaded, as if its numbers were plain weights."""
+    model = with_quantisation(tmp_path, {"quant_method": method, "bits": 4, "group_size": 32})
+    with pytest.raises(Unsupported, match=f"is quantised with {method}; only fp8 and mxfp4 are read"):
+        load_worker(str(model), device="cpu", dtype="float32")
+
+
+def test_fp8_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    plain = build_tiny_model("llama", tmp_path / "plain", vocabulary_size=64)
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    quantised = with_quantisation(tmp_path / "fp8", settings)
+    stored, meant = {}, {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        stored[name] = meant[name] = weight
+        if "proj" in name:
+            blocks = weight.reshape(weight.shape[0] // BLOCK, BLOCK, weight.shape[1] // BLOCK, BLOCK)
+            scales = blocks.abs().amax((1, 3)) / LARGEST_FP8
+            eighth = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = eighth.reshape(weight.shape), scales
+            meant[name] = (eighth.float() * scales[:, None, :, None]).reshape(weight.shape)
+    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    before = logits_of(plain)
+    save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(quantised), logits_of(plain))
+    assert not torch.equal(before, logits_of(plain))

@@ -1,0 +1,31 @@
+"""SmolLM2 and Gemma 3 as their packages bring them; a model is loaded when its first test asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.real_models import gemma3, smollm2
+from specdec.config import cache_directory
+from tests.support.served_files import Served, serve
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("real")
+
+
+@pytest.fixture(scope="session")
+def smol() -> Iterator[Served]:
+    with serve(smollm2()) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Iterator[Served]:
+    with serve(gemma3(cache_directory(os.environ) / "models")) as served:
+        yield served
