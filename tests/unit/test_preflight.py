@@ -58,7 +58,7 @@ def with_config(**values: Any) -> Callable[[Path], Path]:
     ("damage", "error", "words"),
     [
         (lambda folder: folder / "nowhere", InvalidRequest, "is no directory"),
-        (lambda folder: folder / "model.safetensors", InvalidRequest, "is a file; a checkpoint directory"),
+        (lambda folder: folder / "model.safetensors", InvalidRequest, "is a file but no GGUF file"),
         (without("config.json"), InvalidRequest, "has no config.json"),
         (without("tokenizer.json"), InvalidRequest, "has no tokenizer.json"),
         (without("model.safetensors"), InvalidRequest, "has no weights"),
