@@ -46,7 +46,7 @@ def int8_rows(num_prompts: int, quick: bool) -> list[Row]:
     try:
         with (
             RunningSystem(DEMO / "target", DEMO / "draft", dtype="int8") as quantised,
-            RunningSystem(DEMO / "target", DEMO / "draft") as plain,
+            RunningSystem(DEMO / "target", DEMO / "draft", dtype="float32") as plain,
         ):
             options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "mode": "off"}
             systems = {

@@ -1,10 +1,11 @@
 """Suite `latency`: one stream over the three processes against Hugging Face's own generation (rows 0 to 4, 13, 14).
 
-The target is `deep(18, 0.02)` of the demo target, the draft is the demo draft, fp32, 2 threads, gamma 4, 128 tokens
-with EOS ignored on every side. Systems take turns on every prompt and are idle while another is timed; the peers live
-in a process of their own. Row 3 holds our tokens a second, prefill left out, against E / (gamma * t_d + t_5 + R): E
-from the stream itself, t_d, t_5 and R from our own engine alone and messages there and back on two links, measured
-between streams. Not here: many streams at once, injected delay; the demo pair's rows (`demo_latency`).
+The target is `deep(18, 0.02)` of the demo target, the draft is the demo draft, both with weights in float16, 2 threads,
+gamma 4, 128 tokens with EOS ignored on every side. Systems take turns on every prompt and are idle while another is
+timed; the peers live in a process of their own. Row 3 holds our tokens a second, prefill left out, against
+E / (gamma * t_d + t_5 + R): E from the stream itself, t_d, t_5 and R from our own engine alone and messages there and
+back on two links, measured between streams. Not here: many streams at once, injected delay; the demo pair's rows
+(`demo_latency`).
 """
 
 import argparse

@@ -24,7 +24,7 @@ def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: i
 
     Args:
         source_dir: a Llama checkpoint with its tokenizer.
-        directory: where the new checkpoint goes, in float32; made if it does not exist.
+        directory: where the new checkpoint goes, in float16 as the source is; made if it does not exist.
         num_layers: layers to append.
         eps: scale of the appended layers' `o_proj` and `down_proj`.
         seed: fixes the appended weights.
@@ -45,7 +45,7 @@ def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: i
             for name in OUTPUT_PROJECTIONS:
                 layer.get_submodule(name).weight.mul_(eps)
     made.generation_config = source.generation_config
-    made.save_pretrained(directory)
+    made.half().save_pretrained(directory)
     copy_tokenizer(source_dir, directory)
     return directory
 

@@ -57,7 +57,7 @@ class RunningSystem:
         self,
         target_dir: Path,
         draft_dir: Path | None,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "cpu",
         kv_cache_bytes: tuple[int, int] | None = None,
     ) -> None:

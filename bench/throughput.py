@@ -2,7 +2,8 @@
 
 Closed loop: 1 to 64 streams of one prompt length begin together; tokens a second of the whole batch, prefill included,
 with gamma chosen by the system, against its own target-only mode and against Hugging Face's padded batch. Open loop:
-requests arrive at random, and those count that met the SLO. fp32, 2 threads. Not here: one stream (`latency`).
+requests arrive at random, and those count that met the SLO. Weights in float16, 2 threads. Not here: one stream
+(`latency`).
 """
 
 import argparse

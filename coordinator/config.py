@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from specdec.config import Address, AddressList, ServiceSettings
-
-
-def _refused(address: str) -> str:
-    if address:
-        raise ValueError("is not available: this version has no HTTP gateway yet")
-    return address
 
 
 class CoordinatorSettings(ServiceSettings):
@@ -23,9 +17,6 @@ class CoordinatorSettings(ServiceSettings):
 
     listen: Address = "127.0.0.1:50051"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
-
-    http: Annotated[str, AfterValidator(_refused)] = ""
-    """HOST:PORT of the HTTP gateway, which this version does not have."""
 
     tokenizer: str
     """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""

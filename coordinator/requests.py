@@ -163,6 +163,15 @@ class OutputChunk(NamedTuple):
         return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance)
 
 
+class DraftFigures(NamedTuple):
+    """What requests have shown of a draft pool here, for people; None where nothing has been seen."""
+
+    alpha: float | None
+    """Accepted share of the draft tokens tested lately."""
+    gamma: float | None
+    """Draft tokens asked for a round lately, by requests whose gamma is chosen."""
+
+
 @dataclass(slots=True)
 class RequestStats:
     """Counters of one request, resumptions included; the proto's `GenerationStats`, field by field."""

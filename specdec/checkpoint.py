@@ -11,14 +11,17 @@ import logging
 import re
 from pathlib import Path
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unsupported
 from specdec.gguf import convert_gguf, is_gguf
 
 _log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
-_MODEL_FILES = [*_TOKENIZER_FILES, "*.json", "*.safetensors"]
+_SMALL_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
+_MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
+
+# Methods of quantised checkpoints that transformers turns into plain weights on every device.
+_DEQUANTISED_METHODS = ("fp8", "mxfp4")
 
 # Weight files up to this size are hashed whole, larger ones by so many samples.
 _WHOLE_BYTES = 64 << 20
@@ -26,13 +29,13 @@ _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 1 << 16
 
 
-def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Path:
+def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> Path:
     """Returns the directory of a checkpoint.
 
     Args:
         model: a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached
             already (`HF_HUB_OFFLINE=1` looks into the cache alone).
-        tokenizer_only: bring the tokenizer's files and nothing else.
+        small_files_only: bring the configuration and the tokenizer (of a GGUF file the tokenizer), and nothing else.
 
     Raises:
         InvalidRequest: no such directory, and the hub cannot give it; or as `convert_gguf`; one sentence.
@@ -43,14 +46,14 @@ def locate_checkpoint(model: str | Path, *, tokenizer_only: bool = False) -> Pat
         return path
     if path.is_file():
         if is_gguf(path):
-            return convert_gguf(path, tokenizer_only=tokenizer_only)
+            return convert_gguf(path, tokenizer_only=small_files_only)
         raise InvalidRequest(
             f"model {name!r} is a file but no GGUF file; a checkpoint directory, a GGUF file or a hub id is needed",
             field="model",
         )
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
         raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
-    return _download(name, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+    return _download(name, _SMALL_FILES if small_files_only else _MODEL_FILES)
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
@@ -67,6 +70,26 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
             f"({type(error).__name__})",
             field="model",
         ) from error
+
+
+def require_plain_weights(model: str, quantisation: object) -> None:
+    """Refuses a quantised checkpoint that is not read as the numbers it stands for.
+
+    Args:
+        model: as it was named.
+        quantisation: `quantization_config` of its config.json; None where its weights are plain.
+
+    Raises:
+        Unsupported: transformers would load products of the method's own, or take its numbers for plain ones.
+    """
+    if quantisation is None:
+        return
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if method not in _DEQUANTISED_METHODS:
+        raise Unsupported(
+            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} are read, "
+            "and GGUF files"
+        )
 
 
 def checkpoint_fingerprint(directory: Path, *served_as: str) -> str:

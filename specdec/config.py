@@ -39,6 +39,18 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 _MAX_ADDRESS_CHARACTERS = 300
 _MAX_SHOWN_CHARACTERS = 64
 
+#: What `--help` calls the value of a flag, by how the flag ends; else by its type.
+_VALUE_NAMES = {
+    **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
+    **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
+    "redis-url": "URL",
+    "config": "FILE",
+    "-s": "SECONDS",
+    "-ms": "MILLISECONDS",
+    "-bytes": "BYTES",
+}
+_TYPE_NAMES = {"str": "NAME", "int": "N", "float": "NUMBER"}
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Splits `HOST:PORT` (`[::1]:50051` for IPv6) into host, without brackets, and port.
@@ -203,7 +215,8 @@ class ReplicaSettings(ServiceSettings):
     """Where the model runs: cpu, cuda, cuda:1, ...; auto takes a GPU when there is one."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Arithmetic of the weights; auto follows the checkpoint on a GPU and takes float32 on a CPU."""
+    """Arithmetic of the weights; auto follows the checkpoint on a GPU; on a CPU it is float32, with weights kept in 16
+    bits where the checkpoint stores them so: the same text as float32, half the memory read."""
 
     compile_backend: str = "auto"
     """How steps run: native (kernels of our own for Llama-shaped models on a CPU, compiled at the first start),
@@ -222,7 +235,12 @@ class ReplicaSettings(ServiceSettings):
     """Unique name of this process in its pool. Unset: made up."""
 
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of one forward pass. Unset: torch's choice."""
+    """CPU threads of one forward pass. Unset: OMP_NUM_THREADS, or else one, all cores but one, or all, as measured
+    before serving."""
+
+    max_context_tokens: int | None = Field(default=None, ge=1)
+    """Longest sequence that is served, prompt and output together. Unset: as long as the model was made for. The KV
+    cache may hold less."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache. Unset: chosen by the model and the memory there is."""
@@ -289,8 +307,19 @@ def _flags(settings_type: type[ServiceSettings], prog: str, argv: Sequence[str])
         cli_hide_none_type=True,
         cli_avoid_json=True,
         cli_parse_none_str="none",
+        add_argument_method=_add_argument,
     )
     return source()
+
+
+def _add_argument(parser: Any, *names: str, **options: Any) -> Any:
+    """As argparse does, in words: values are not called by their Python types, and no default is not one."""
+    if "metavar" in options:
+        ending = next((end for end in _VALUE_NAMES if names[-1].endswith(end)), "")
+        options["metavar"] = _VALUE_NAMES.get(ending) or _TYPE_NAMES.get(options["metavar"], options["metavar"])
+    if "help" in options:
+        options["help"] = re.sub(r" \(default: (none|\(\))?\)$", "", options["help"])
+    return parser.add_argument(*names, **options)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,7 +10,10 @@ SpecdecError
 ├── StaleEpoch            ABORTED              STALE_EPOCH
 ├── LeaseLost             ABORTED              LEASE_LOST
 ├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED
-├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING
+├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, and in the SDK alone
+│                                              COORDINATOR_UNAVAILABLE
+├── DeadlineExceeded      DEADLINE_EXCEEDED    DEADLINE_EXCEEDED  (in the SDK alone)
+├── ClientClosed          CANCELLED            CLIENT_CLOSED      (in the SDK alone)
 ├── Unauthenticated       UNAUTHENTICATED      UNAUTHENTICATED
 ├── Forbidden             PERMISSION_DENIED    FORBIDDEN
 ├── Unsupported           UNIMPLEMENTED        UNSUPPORTED
@@ -126,6 +129,20 @@ class Unavailable(SpecdecError):
     code = "UNAVAILABLE"
     default_reason = "REPLICA_UNAVAILABLE"
     default_retry_after_s = 0.5
+
+
+class DeadlineExceeded(SpecdecError):
+    """A call took longer than its caller's `timeout`."""
+
+    code = "DEADLINE_EXCEEDED"
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class ClientClosed(SpecdecError):
+    """The client was closed before the call, or while it ran."""
+
+    code = "CANCELLED"
+    default_reason = "CLIENT_CLOSED"
 
 
 class Unauthenticated(SpecdecError):

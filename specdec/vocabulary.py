@@ -1,7 +1,7 @@
 """The id-to-token map of a checkpoint and its fingerprint, by which two replicas know they speak the same tokens.
 
 Not a tokenizer: it encodes nothing. It never goes through `AutoTokenizer`, which imports torch. Called by the engine's
-worker, by the coordinator's tokenizer and by `specdec up`.
+worker, by the coordinator's tokenizer and by `specdec.preflight`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.checkpoint import locate_checkpoint
-from specdec.errors import InvalidRequest, VocabularyMismatch
+from specdec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -44,24 +44,6 @@ def load_vocabulary(model: str | Path) -> dict[str, int]:
     return load_tokenizer(model).get_vocab()
 
 
-def require_same_vocabulary(target: str | Path, draft: str | Path) -> None:
-    """Compares the vocabularies of two checkpoints by their tokenizers' files alone: seconds, whatever they weigh.
-
-    Args:
-        target: a checkpoint directory, a GGUF file or a hub id.
-        draft: another.
-
-    Raises:
-        VocabularyMismatch: they differ; the message holds both fingerprints.
-        InvalidRequest: as `load_tokenizer`.
-    """
-    wanted, got = (vocabulary_fingerprint(load_vocabulary(model)) for model in (target, draft))
-    if wanted != got:
-        raise VocabularyMismatch(
-            f"draft model {str(draft)!r} has vocabulary fingerprint {got}, target model {str(target)!r} has {wanted}"
-        )
-
-
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
     """Reads a checkpoint's fast tokenizer, without torch.
 
@@ -71,7 +53,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         InvalidRequest: there is no such checkpoint, or it holds no readable `tokenizer.json`, or that one is empty.
     """
-    directory = locate_checkpoint(model, tokenizer_only=True)
+    directory = locate_checkpoint(model, small_files_only=True)
     if not (directory / "tokenizer.json").is_file():
         raise InvalidRequest(f"model {str(model)!r} has no tokenizer.json", field="model")
     # Imported late: it takes about a second, which importing this module must not.

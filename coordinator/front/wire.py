@@ -8,7 +8,7 @@ client. Not here: any check (`validation`), except of how many there are of what
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -17,7 +17,7 @@ from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpecula
 from coordinator.front.validation import check_num_messages
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.pool import DRAFT, Replica
-from coordinator.requests import ChatTurn, Event, Finished, OutputChunk, RequestStats, Started
+from coordinator.requests import ChatTurn, DraftFigures, Event, Finished, OutputChunk, RequestStats, Started
 from specdec.state.store import SessionRecord
 from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2
@@ -185,8 +185,10 @@ def encode_session(record: SessionRecord, token_ids: Iterable[int]) -> coordinat
     )
 
 
-def encode_pools(replicas: Iterable[Replica[Any]]) -> list[coordinator_pb2.PoolInfo]:
-    """The live ones of the replicas, by role and pool."""
+def encode_pools(
+    replicas: Iterable[Replica[Any]], draft_figures: Callable[[str], DraftFigures]
+) -> list[coordinator_pb2.PoolInfo]:
+    """The live ones of the replicas, by role and pool; a draft pool with what `draft_figures` tells of it."""
     pools: dict[tuple[str, str], coordinator_pb2.PoolInfo] = {}
     for replica in replicas:
         engine = replica.info
@@ -203,4 +205,8 @@ def encode_pools(replicas: Iterable[Replica[Any]]) -> list[coordinator_pb2.PoolI
             num_sessions=engine.num_sessions,
             kv_usage=engine.kv_usage,
         )
+    for pool in pools.values():
+        if pool.role == DRAFT:
+            alpha, gamma = draft_figures(pool.name)
+            pool.MergeFrom(coordinator_pb2.PoolInfo(alpha=alpha, gamma=gamma))  # None leaves a field unset
     return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))

@@ -1,4 +1,4 @@
-"""What one request cost and how long it took: its statistics and its share of the metrics.
+"""What one request cost and how long it took: its statistics, its share of the metrics, and its line in the log.
 
 Not here: what rounds learn from their times (`round/gamma`), how the numbers are stored (`request_log`). Called by
 `publisher` for every round, by `generation` at the end.
@@ -6,12 +6,21 @@ Not here: what rounds learn from their times (`round/gamma`), how the numbers ar
 
 from __future__ import annotations
 
+import logging
 import time
 
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.runner import RoundOutcome
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.types import FinishReason
+
+_LOGGED_COUNTS = (
+    "num_cached_prompt_tokens", "num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_target_only_steps",
+    "wire_bytes",
+)  # fmt: skip
+_LOGGED_TIMES = ("ttft_s", "e2el_s", "draft_s", "verify_s")
+
+_log = logging.getLogger(__name__)
 
 
 class Account:
@@ -70,10 +79,37 @@ class Account:
             ttft_s=self.stats.ttft_s,
             e2el_s=self.stats.e2el_s,
         )
+        self._log_end("finished", reason.name.lower(), num_output_tokens)
 
-    def count_failure(self, reason: str) -> None:
+    def count_failure(self, reason: str, num_output_tokens: int) -> None:
         """The request ended with an error of this reason."""
+        self.stats.e2el_s = self._elapsed_s()
         self._metrics.observe_failed(reason)
+        self._log_end("failed", reason, num_output_tokens)
+
+    def _log_end(self, how: str, reason: str, num_output_tokens: int) -> None:
+        """One line a request: ids, counts and times, and nothing that was said."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        identity, stats = self._identity, self.stats
+        counts = {name: getattr(stats, name) for name in _LOGGED_COUNTS}
+        times = {name: round(getattr(stats, name), 4) for name in _LOGGED_TIMES}
+        _log.info(
+            "request %s",
+            how,
+            extra={
+                "request_id": identity.request_id,
+                "session_id": identity.session_id,
+                "turn": identity.turn,
+                "reason": reason,
+                "mode": identity.parameters.speculation.mode.name.lower(),
+                "draft_pool": identity.parameters.speculation.draft_pool,
+                "num_prompt_tokens": identity.output_start,
+                "num_output_tokens": num_output_tokens,
+                **counts,
+                **times,
+            },
+        )
 
     def _elapsed_s(self) -> float:
         return self._elapsed_before_s + time.perf_counter() - self._began

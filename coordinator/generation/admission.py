@@ -23,7 +23,7 @@ from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.generation.tails import Tails
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.requests import Finished, GenerationRequest, OutputChunk
+from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import NotFound, ResourceExhausted, SessionBusy, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics
@@ -78,13 +78,18 @@ class Generations:
     def num_running(self) -> int:
         return len(self._running)
 
+    def draft_figures(self, draft_pool: str) -> DraftFigures:
+        """What requests have shown here of a draft pool."""
+        return self._assembly.draft_figures(draft_pool)
+
     async def open(self, request: GenerationRequest) -> Subscription:
         """Starts, joins, resumes or replays the generation a request means.
 
         Idempotent by request id within a session. The caller must close the subscription.
 
         Raises:
-            InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, or a request id that means another request.
+            InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, a request id that means another request, or a
+                resumption beyond the output of a request that has ended.
             NotFound: nothing to resume (SESSION_NOT_FOUND), no such pool (POOL_NOT_FOUND).
             SessionBusy: another request runs on the session.
             SessionLost: the log is shorter than what the caller holds.
@@ -158,7 +163,7 @@ class Generations:
             raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
         check_same_request(request, identity.request_id, identity.digest)
         num_held = request.resume_from or 0
-        check_held(num_held, running.stream.num_tokens)
+        check_held(num_held, running.stream.num_tokens, has_finished=False)
         if num_held >= running.stream.num_dropped_tokens:
             return running.subscribe(num_held)
         output = (await self._beginnings.read_log(identity.session_id)).output
@@ -181,7 +186,7 @@ class Generations:
         check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
             logged = await self._beginnings.read_log(session_id)
-            check_held(num_held, len(logged.output.token_ids))
+            check_held(num_held, len(logged.output.token_ids), has_finished=True)
             return _replay(logged, num_held)
         found = await self._beginnings.of_unfinished_turn(session_id, num_held, began)
         return _replay(found, num_held) if isinstance(found, LoggedRequest) else await self._start(found, num_held)

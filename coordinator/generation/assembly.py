@@ -20,7 +20,7 @@ from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.stream import OutputStream
 from coordinator.replicas.placement import Placement, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.requests import GenerationIdentity
+from coordinator.requests import DraftFigures, GenerationIdentity
 from coordinator.round.draft_clock import DraftClock
 from coordinator.round.gamma import GammaChooser, PoolRecord
 from coordinator.round.runner import RoundRunner
@@ -53,6 +53,11 @@ class GenerationAssembly:
         self._lease_keeper = LeaseKeeper(store)
         self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
         self._draft_clocks: defaultdict[str, DraftClock] = defaultdict(DraftClock)
+
+    def draft_figures(self, draft_pool: str) -> DraftFigures:
+        """What requests have shown of a draft pool."""
+        record = self._pool_records.get(draft_pool)
+        return DraftFigures(None, None) if record is None else DraftFigures(record.measured_alpha, record.mean_gamma)
 
     def start(self, beginning: Beginning) -> tuple[Generation, GenerationParts]:
         """Starts a generation's task. Nothing is awaited, so that a lease taken before is always owned by somebody."""

@@ -142,6 +142,7 @@ class Beginnings:
 
         Raises:
             SessionBusy: its owner lives.
+            InvalidRequest: its owner has finished it with fewer tokens than the caller holds.
             SessionLost: the log is shorter than what the caller holds.
             NotFound: it is gone.
             Unavailable: no target replica, or no store.
@@ -150,7 +151,7 @@ class Beginnings:
         lease = await self._leases.take_over(session_id)
         try:
             logged = await self.read_log(session_id)
-            check_held(num_held, len(logged.output.token_ids))
+            check_held(num_held, len(logged.output.token_ids), has_finished=logged.finish_reason is not None)
             if logged.finish_reason is not None:
                 await self._store.release(lease)
                 return logged

@@ -111,7 +111,8 @@ class Generation:
         if finished is not None:
             self.stream.finish(finished)
         elif error is not None:
-            self._parts.account.count_failure("CANCELLED" if self.is_cancelled else error.reason)
+            reason = "CANCELLED" if self.is_cancelled else error.reason
+            self._parts.account.count_failure(reason, self.stream.num_tokens)
             self.stream.fail(error)
 
     async def _run_rounds(self) -> Finished:

@@ -82,10 +82,16 @@ def check_same_request(request: GenerationRequest, request_id: str, digest: str)
         raise InvalidRequest(f"request_id {request_id!r} was used for another request", field="request_id")
 
 
-def check_held(num_held: int, num_output: int) -> None:
-    """Raises SessionLost when the caller holds more output tokens than the log does."""
+def check_held(num_held: int, num_output: int, *, has_finished: bool) -> None:
+    """Refuses a caller who holds more output tokens than there are.
+
+    Raises:
+        InvalidRequest: the request has ended, with fewer: its end is committed together with its last tokens.
+        SessionLost: it has not; what the caller holds was in the log.
+    """
     if num_held > num_output:
-        raise SessionLost(
+        error_type = InvalidRequest if has_finished else SessionLost
+        raise error_type(
             f"resume_from must be at most the {num_output} tokens of the output, got {num_held}", field="resume_from"
         )
 

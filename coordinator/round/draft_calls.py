@@ -47,7 +47,7 @@ class DraftAnswer(NamedTuple):
     missing_cause: str = ""
     """Why there is no draft token, as `RoundOutcome.target_only_cause`."""
     num_asked: int = 0
-    """Draft tokens asked for, 0 where no replica was asked."""
+    """Draft tokens asked for, 0 where no replica answered: one that hung says nothing about the others of its pool."""
 
 
 class DraftCalls:
@@ -96,7 +96,7 @@ class DraftCalls:
             )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_failure(replica, error)
-            return DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause, num_asked=gamma)
+            return DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause)
         replica.lateness.forgive()
         self._failures_in_a_row = 0
         wait_s = time.perf_counter() - began

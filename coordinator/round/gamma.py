@@ -91,6 +91,12 @@ class Acceptance:
             self._tested[position] += 1.0
             self._accepted[position] += position < num_accepted
 
+    @property
+    def measured(self) -> float | None:
+        """Accepted share of tested tokens; None before the first."""
+        num_tested = sum(self._tested)
+        return sum(self._accepted) / num_tested if num_tested else None
+
     def overall(self, prior: float) -> float:
         """Accepted share of tested tokens; `prior` while few were tested."""
         return (sum(self._accepted) + prior * PRIOR_TOKENS) / (sum(self._tested) + PRIOR_TOKENS)
@@ -120,6 +126,8 @@ class PoolRecord:
         """Tokens of a step that are not the round's own."""
         self.num_delayed = RunningMean()
         """Rounds of others that one row more in a round makes later."""
+        self._num_asked = RunningMean()
+        self._has_chosen = False
         self._acceptance = Acceptance(POOL_KEEP)
         self._last_draft_round = 0
 
@@ -127,6 +135,21 @@ class PoolRecord:
     def alpha(self) -> float:
         """Accepted share of tested draft tokens; a middling guess before the first."""
         return self._acceptance.overall(0.7)
+
+    @property
+    def measured_alpha(self) -> float | None:
+        """As `alpha`, without a guess: for people."""
+        return self._acceptance.measured
+
+    @property
+    def mean_gamma(self) -> float | None:
+        """Draft tokens asked for a round lately, by requests whose gamma is chosen; None before the first round."""
+        return self._num_asked.value if self._has_chosen else None
+
+    def count_choice(self, num_asked: int) -> None:
+        """A round of a request whose gamma is chosen has asked for so many draft tokens."""
+        self._has_chosen = True
+        self._num_asked.observe(num_asked)
 
     def count(self, times: RoundTimes) -> None:
         """Counts a round's tokens, also of a round that is too cold to learn from."""
@@ -214,6 +237,8 @@ class GammaChooser:
         """Learns from a finished round."""
         if self._fixed is None or times.num_asked:  # requests that never draft need nobody to probe for them
             self._pool.count(times)
+        if self._fixed is None:
+            self._pool.count_choice(times.num_asked)
         self._rounds_since_draft += 1
         self._committed_len = times.committed_len + times.num_accepted + 1
         if times.num_draft_tokens:

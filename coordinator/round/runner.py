@@ -142,8 +142,7 @@ class RoundRunner:
                 num_prefilled=committed_len - verified.num_cached_tokens,
                 num_draft_prefilled=committed_len - drafted.num_cached_tokens if draft.replica is not None else 0,
                 committed_len=committed_len,
-                # A draft that hung says nothing about the others of its pool.
-                num_asked=draft.num_asked if draft.replica is not None else 0,
+                num_asked=draft.num_asked,
                 step_tokens=verified.step_tokens,
                 num_others=target.others.num_rounds,
                 num_other_rows=target.others.num_rows,

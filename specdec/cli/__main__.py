@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import specdec
-from specdec.cli import bench, chat, generate, health, up
+from specdec.cli import bench, chat, generate, health, status, up
+from specdec.cli.terminal import error_line
 from specdec.errors import InvalidRequest, SpecdecError
 
 
@@ -36,6 +37,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     up.add_parser(commands)
     generate.add_parser(commands, environ)
     chat.add_parser(commands, environ)
+    status.add_parser(commands, environ)
     bench.add_parser(commands, environ)
     health.add_parser(commands)
     return parser
@@ -45,7 +47,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs one command line.
 
     Returns:
-        The exit code: 0 only on success, 2 for usage, 1 otherwise.
+        The exit code: 0 only on success, 2 for usage, 130 after Ctrl-C, 1 otherwise.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -54,15 +56,15 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are read: refused by name later, not here
     try:
         args = build_parser(environ).parse_args(argv)
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
-    try:
         if args.command == "up":
             return up.run(args, environ, _stop_event())
-        if args.command == "chat":
-            return chat.run(args, environ, _interrupts)
-        commands = {"generate": generate.run, "bench": bench.run, "health": health.run}
+        if args.command in ("generate", "chat"):
+            talk = {"generate": generate.run, "chat": chat.run}
+            return talk[args.command](args, environ, _interrupts)
+        commands = {"status": status.run, "bench": bench.run, "health": health.run}
         return commands[args.command](args, environ)
+    except SystemExit as exit_:  # help, or a usage error that has been told
+        return int(exit_.code or 0)
     except up.Usage as error:
         print(f"error: {InvalidRequest.code} {InvalidRequest.default_reason}: {error}", file=sys.stderr)
         return 2
@@ -70,10 +72,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {' '.join(error.message.split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 1
+        return generate.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left; nothing can be said to it. Keep the interpreter's last flush quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

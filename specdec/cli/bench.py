@@ -12,9 +12,13 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from specdec.cli.generate import BUDGETS, add_request_flags, request_options
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
 from specdec.client import Client, Completion, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -47,14 +51,13 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     options = request_options(args)
     modes: dict[str, GenerateOptions] = {_SPECULATIVE: options, _TARGET_ONLY: {**options, "mode": "off"}}
     done: dict[str, list[Completion]] = {name: [] for name in modes}
-    with Client(args.endpoint, budgets=BUDGETS) as client:
+    with Client(args.endpoint, budgets=BUDGETS) as client, _Bar(len(prompts)) as bar:
         for index, prompt in enumerate(prompts):
             for name in list(modes)[:: 1 if index % 2 == 0 else -1]:
                 completion = client.generate(prompt, **modes[name])
                 client.delete_session(completion.session_id)
                 done[name].append(completion)
-            print(f"\r{index + 1} of {len(prompts)} pairs", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+            bar.advance()
     figures = {name: _figures(completions) for name, completions in done.items()}
     rates = {name: [_decode_rate(completion) for completion in completions] for name, completions in done.items()}
     ratios = [ours / other for ours, other in zip(rates[_SPECULATIVE], rates[_TARGET_ONLY], strict=True) if other]
@@ -67,6 +70,33 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
     print(f"speedup {speedup:.2f}{spread}, median of {len(ratios)} pairs")
     return 0
+
+
+class _Bar:
+    """Pairs done: a bar in a terminal, elsewhere a line each."""
+
+    def __init__(self, num_pairs: int) -> None:
+        self._num_pairs = num_pairs
+        self._num_done = 0
+        columns = (TextColumn("{task.completed} of {task.total} pairs"), BarColumn(), TimeRemainingColumn())
+        is_hidden = not sys.stderr.isatty()
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=is_hidden)
+        self._task = self._progress.add_task("", total=num_pairs)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self) -> None:
+        self._num_done += 1
+        self._progress.advance(self._task)
+        if self._progress.disable:
+            print(f"{self._num_done} of {self._num_pairs} pairs", file=sys.stderr, flush=True)
 
 
 def _prompts(path: Path | None) -> list[str]:

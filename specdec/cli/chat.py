@@ -1,96 +1,188 @@
 """`specdec chat`: a conversation over one session. Ctrl-C stops the current answer, Ctrl-D leaves.
 
-Not here: the chat template; the server applies the target's own.
+In a terminal an error returns to the prompt, with the conversation as it was before the message; elsewhere it is the
+end. Not here: the chat template (the server applies the target's own), reading a message (`message_reader`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
-from specdec.cli.generate import BUDGETS, add_request_flags, request_options
-from specdec.cli.terminal import TokenWriter, closing_line, wants_colour
-from specdec.client import ChatMessage, Client, Stream
-from specdec.errors import SessionLost, SpecdecError
+from specdec.cli.answer import Interrupts, print_closing_line, read_answer
+from specdec.cli.conversation import Conversation
+from specdec.cli.message_reader import MessageReader
+from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
+from specdec.cli.terminal import TokenWriter, error_line, wants_colour
+from specdec.client import ChatMessage, Client, GenerateOptions
+from specdec.errors import InvalidRequest, SessionLost, SpecdecError
+
+_HELP = """\
+/help         this
+/clear        forget the conversation (the system message stays)
+/system TEXT  tell the model something before everything else; without TEXT: show it
+/trim [N]     drop the N oldest turns; without N: the older half
+/exit         leave, as Ctrl-D does
+Ctrl-C stops an answer. A pasted text is one message; so is what stands between two \"\"\".
+A message may begin with / when a space comes before it."""
+
+_COMMAND = re.compile(r"/(?P<name>\w+)(?:\s+(?P<rest>.*))?", re.DOTALL)
+_DEMO_TARGET = ("models", "demo", "target")
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("chat", help="talk over one session", allow_abbrev=False)
     add_request_flags(parser, environ)
+    parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told before everything else")
+    parser.add_argument("--trim", action="store_true", help="drop the oldest turns by itself when the context is full")
 
 
-#: Within it, Ctrl-C calls what it was given.
-_Interrupts = Callable[[Callable[[], None]], contextlib.AbstractContextManager[None]]
+def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interrupts) -> int:
+    """Reads messages until the end of input.
 
-
-def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: _Interrupts) -> int:
-    """Reads one message a line until the end of input. Raises SpecdecError when an answer fails."""
+    Raises:
+        SpecdecError: the model cannot chat; or, without a terminal, an answer failed.
+    """
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
-    if sys.stdin.isatty():
-        _prepare_terminal()
-        print(f"Ctrl-C stops an answer, Ctrl-D leaves.  {writer.legend()}", file=sys.stderr)
-    session_id = uuid.uuid4().hex
-    messages: list[ChatMessage] = []
+    reader = MessageReader()
     with Client(args.endpoint, budgets=BUDGETS) as client:
+        chat = Chat(client, Conversation(args.system), request_options(args), writer, interrupts, trims=args.trim)
+        chat.check_model()
+        if reader.is_terminal:
+            print(f"Ctrl-C stops an answer, Ctrl-D leaves, /help says more.  {writer.legend()}", file=sys.stderr)
         try:
-            while (line := _read_line()) is not None:
-                if not line.strip():
-                    continue
-                messages.append({"role": "user", "content": line})
-                ask = partial(
-                    client.generate, messages=messages, session_id=session_id, stream=True, provenance=True,
-                    **request_options(args),
-                )  # fmt: skip
+            while (text := reader.read()) is not None:
                 try:
-                    text = _answer(ask(), writer, interrupts)
-                except SessionLost as error:  # the messages still hold the conversation
-                    print(f"{error.message}; asking again with the whole conversation", file=sys.stderr)
-                    client.delete_session(session_id)
-                    text = _answer(ask(), writer, interrupts)
-                messages.append({"role": "assistant", "content": text})
+                    if not chat.take(text):
+                        break
+                except KeyboardInterrupt:  # between an answer and the prompt
+                    if not reader.is_terminal:
+                        raise
+                    print()
+                except SpecdecError as error:
+                    if not reader.is_terminal:
+                        raise
+                    print(error_line(error), file=sys.stderr)
+                    if error.reason == "CONTEXT_TOO_LONG":
+                        print("the conversation is as it was: /trim drops its oldest turns", file=sys.stderr)
         finally:
             with contextlib.suppress(SpecdecError):  # the server forgets idle sessions by itself as well
-                client.delete_session(session_id)
+                client.delete_session(chat.session_id)
     return 0
 
 
-def _answer(stream: Stream, writer: TokenWriter, interrupts: _Interrupts) -> str:
-    """Streams one answer; what Ctrl-C left of it still belongs to the conversation."""
-    texts: list[str] = []
-    is_stopped = False
+class Chat:
+    """One conversation with the model behind a client."""
 
-    def stop() -> None:
-        nonlocal is_stopped
-        is_stopped = True
-        stream.close()
+    def __init__(
+        self,
+        client: Client,
+        conversation: Conversation,
+        options: GenerateOptions,
+        writer: TokenWriter,
+        interrupts: Interrupts,
+        *,
+        trims: bool,
+    ) -> None:
+        """`trims`: whether the oldest turns make room by themselves."""
+        self._client = client
+        self._conversation = conversation
+        self.session_id = uuid.uuid4().hex
+        self._options = options | GenerateOptions(session_id=self.session_id, provenance=True)
+        self._writer = writer
+        self._interrupts = interrupts
+        self._trims = trims
 
-    with interrupts(stop), stream:
-        for chunk in stream:
-            texts.append(chunk.text)
-            writer.write(chunk)
-    print(flush=True)
-    print("stopped" if is_stopped else closing_line(stream.result()), file=sys.stderr)
-    return "".join(texts)
+    def check_model(self) -> None:
+        """Says before the first message what is known of the model's talking.
 
-
-def _read_line() -> str | None:
-    """The next message, or None at the end of input."""
-    while True:
+        Raises:
+            InvalidRequest: it has no chat template (NO_CHAT_TEMPLATE), or the template refuses a system message.
+            SpecdecError: it cannot be asked.
+        """
+        greeting: list[ChatMessage] = [*self._conversation.messages, {"role": "user", "content": "hello"}]
         try:
-            return input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            if sys.stdin.isatty():
-                print()
-            return None
-        except KeyboardInterrupt:
-            print()
+            self._client.tokenize(messages=greeting)
+        except InvalidRequest as error:
+            if error.reason != "NO_CHAT_TEMPLATE":
+                raise
+            message = f"{error.message}: it is a completion model; use `specdec generate PROMPT`"
+            raise InvalidRequest(message, reason=error.reason, field=error.field) from error
+        if PurePath(self._client.info().target_model).parts[-3:] == _DEMO_TARGET:
+            print(
+                "The demo pair is a completion model: it writes Python and answers nothing. Use "
+                "`specdec generate 'def read_lines(path):'`, or `specdec up` with a model that chats.",
+                file=sys.stderr,
+            )
 
+    def take(self, text: str) -> bool:
+        """Obeys a command or gets a message answered; False when the user wants to leave. Raises as `_ask`."""
+        command = _COMMAND.fullmatch(text.rstrip())
+        if command is not None:
+            return self._obey(command["name"], (command["rest"] or "").strip())
+        if text.strip():
+            self._ask(text.removeprefix(" ") if text.startswith(" /") else text)
+        return True
 
-def _prepare_terminal() -> None:
-    with contextlib.suppress(ImportError):  # line editing where Python was built with it
-        import readline  # noqa: F401
+    def _obey(self, name: str, rest: str) -> bool:
+        match name:
+            case "help":
+                print(_HELP, file=sys.stderr)
+            case "clear":
+                self._conversation.clear()
+                self._client.delete_session(self.session_id)
+            case "system" if rest:
+                self._conversation.system = rest
+            case "system":
+                print(self._conversation.system or "there is no system message", file=sys.stderr)
+            case "trim" if not rest or (rest.isdecimal() and int(rest)):
+                self._trim(int(rest) if rest else (self._conversation.num_turns + 1) // 2)
+            case "exit" | "quit":
+                return False
+            case _:
+                print(f"/{name} {rest}".rstrip() + " is no command; /help names them", file=sys.stderr)
+        return True
+
+    def _ask(self, text: str) -> None:
+        """Gets a message answered. What Ctrl-C left of the answer still belongs to the conversation.
+
+        Raises:
+            SpecdecError: it could not be; the conversation is as it was before.
+        """
+        self._conversation.ask(text)
+        try:
+            self._answer_with_room()
+        except BaseException:
+            self._conversation.take_back()
+            raise
+
+    def _answer_with_room(self) -> None:
+        while True:
+            try:
+                return self._answer()
+            except SessionLost as error:  # the messages still hold the conversation
+                print(f"{error.message}; asking again with the whole conversation", file=sys.stderr)
+                self._client.delete_session(self.session_id)
+                return self._answer()
+            except InvalidRequest as error:
+                if error.reason != "CONTEXT_TOO_LONG" or not self._trims or not self._trim(1):
+                    raise
+
+    def _trim(self, num_turns: int) -> int:
+        num_dropped = self._conversation.trim(num_turns)
+        left = self._conversation.num_turns
+        print(f"dropped {num_dropped} of the oldest turns, {left} are left", file=sys.stderr)
+        return num_dropped
+
+    def _answer(self) -> None:
+        stream = self._client.generate(self._conversation.messages, stream=True, **self._options)
+        completion = read_answer(self._client, stream, self._interrupts, self._writer.write)
+        print(flush=True)
+        print_closing_line(self._client, completion, self._options)
+        self._conversation.answer(completion.text)

@@ -1,6 +1,6 @@
-"""`specdec generate PROMPT`: one output, streamed to the terminal or printed as one JSON object.
+"""`specdec generate PROMPT`: one output, streamed to the terminal or printed as JSON.
 
-Not here: colours (`terminal`), retries (the SDK). The flags shared with `chat` live here too.
+Not here: the flags that `chat` has too (`request_flags`), colours (`terminal`), Ctrl-C (`answer`), retries (the SDK).
 """
 
 from __future__ import annotations
@@ -8,67 +8,84 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec.cli.terminal import TokenWriter, closing_line, wants_colour
-from specdec.client import Budgets, Client, GenerateOptions
-from specdec.types import Mode
+from specdec.cli.answer import Interrupts, print_closing_line, read_answer
+from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
+from specdec.cli.terminal import TokenWriter, wants_colour
+from specdec.client import Chunk, Client, Completion, GenerateOptions
+from specdec.client.results import CANCELLED
 
-DEFAULT_ENDPOINT = "127.0.0.1:50051"
-#: A person at a terminal who named the wrong endpoint wants to know at once; an answer under way is worth the wait.
-BUDGETS = Budgets(connect_s=1.0)
+#: Of a process that Ctrl-C ended, as shells know it.
+INTERRUPTED = 130
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("generate", help="generate from a prompt", allow_abbrev=False)
-    parser.add_argument("prompt", metavar="PROMPT")
-    add_request_flags(parser, environ)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
-
-
-def add_request_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Flags of every subcommand that generates. What is not given is left to the server."""
-    endpoint = environ.get("SPECDEC_ENDPOINT") or DEFAULT_ENDPOINT
-    parser.add_argument("--endpoint", default=endpoint, metavar="HOST:PORT", help="coordinator (SPECDEC_ENDPOINT)")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default 256")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default 1.0; 0 is greedy")
-    parser.add_argument("--top-p", type=float, metavar="P", help="(0, 1]")
-    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    parser.add_argument("--seed", type=int, metavar="SEED", help="default: drawn by the server")
-    parser.add_argument("--gamma", type=int, metavar="G", help="draft tokens a round; default: the server's choice")
-    parser.add_argument("--mode", choices=[mode.name.lower() for mode in Mode], help="default: rejection")
-
-
-def request_options(args: argparse.Namespace) -> GenerateOptions:
-    """The shared flags as options of the SDK."""
-    return GenerateOptions(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        gamma=args.gamma,
-        mode=args.mode,
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="- or none: read from standard input, to its last byte"
     )
+    add_request_flags(parser, environ)
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N",
+        help="each token's logprob and the N likeliest's, with --json or --json-lines",
+    )  # fmt: skip
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
+    shapes.add_argument("--json-lines", action="store_true", help="stream one JSON object a chunk, then the whole")
+    parser.set_defaults(refuse=parser.error)
 
 
-def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Text goes to stdout and nothing else does; legend and closing line go to stderr."""
+def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interrupts) -> int:
+    """The output goes to stdout and nothing else does; legend and closing line go to stderr.
+
+    Returns:
+        The exit code: 130 where Ctrl-C ended the output; what had come until then is shown like a whole one.
+    """
+    prompt = _prompt(args)
+    is_json = args.json or args.json_lines
+    if args.logprobs is not None and not is_json:
+        args.refuse("--logprobs needs --json or --json-lines to be shown")
+    options = request_options(args) | GenerateOptions(logprobs=args.logprobs, provenance=not is_json)
     with Client(args.endpoint, budgets=BUDGETS) as client:
-        if args.json:
-            completion = client.generate(args.prompt, **request_options(args))
-            print(json.dumps(completion.to_dict(), ensure_ascii=False))
-            return 0
-        writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
-        options = request_options(args) | GenerateOptions(provenance=True)
-        with client.generate(args.prompt, stream=True, **options) as stream:
-            for chunk in stream:
-                writer.write(chunk)
-            completion = stream.result()
-    if not completion.text.endswith("\n"):
-        print(flush=True)
-    if writer.legend():
-        print(writer.legend(), file=sys.stderr)
-    print(closing_line(completion), file=sys.stderr)
-    return 0
+        write, finish = _output(args, environ, client, options)
+        completion = read_answer(client, client.generate(prompt, stream=True, **options), interrupts, write)
+        finish(completion)
+    return INTERRUPTED if completion.finish_reason == CANCELLED else 0
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt not in (None, "-"):
+        return str(args.prompt)
+    if args.prompt is None and sys.stdin.isatty():
+        args.refuse("the following arguments are required: PROMPT, or text on standard input")
+    return sys.stdin.read()
+
+
+def _output(
+    args: argparse.Namespace, environ: Mapping[str, str], client: Client, options: GenerateOptions
+) -> tuple[Callable[[Chunk], None], Callable[[Completion], None]]:
+    """What is done with each chunk, and with the whole output at its end."""
+    with_details = args.logprobs is not None
+    if args.json:
+        return lambda chunk: None, lambda completion: _print_json(completion.to_dict(with_details=with_details))
+    if args.json_lines:
+        return (
+            lambda chunk: _print_json({"event": "tokens"} | chunk.to_dict(with_details=with_details)),
+            lambda completion: _print_json({"event": "finished"} | completion.to_dict()),
+        )
+    writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
+
+    def close(completion: Completion) -> None:
+        if not completion.text.endswith("\n"):
+            print(flush=True)
+        if writer.legend():
+            print(writer.legend(), file=sys.stderr)
+        print_closing_line(client, completion, options)
+
+    return writer.write, close
+
+
+def _print_json(fields: Mapping[str, Any]) -> None:
+    print(json.dumps(fields, ensure_ascii=False), flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.cli.request_flags import address
 from specdec.errors import SpecdecError
 from specdec.rpc.channels import dial_blocking
 from specdec.rpc.status import from_rpc_error
@@ -18,7 +19,7 @@ _TIMEOUT_S = 5.0
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("health", help="ask a service for its health", allow_abbrev=False)
-    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("address", metavar="HOST:PORT", type=address)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -15,10 +15,18 @@ from typing import Any
 
 import specdec
 
-_QUIET_LEVELS = {"debug", "info"}
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+#: Least severe records that are shown of a start.
+_START_LEVEL = "info"
+#: Records that are events rather than sentences: their numbers are shown beside the message.
+_DETAILED_LEVELS = {"debug", "info"}
+#: What every record has, and is not shown.
+_PLAIN_FIELDS = {"time", "level", "service", "logger", "message", "traceback"}
 _LAST_WORD_LEVELS = {"error", "critical"}
 _PACKAGE_ROOT = str(Path(specdec.__file__).resolve().parents[1])
 _STOP_GRACE_S = 10.0
+#: For the last lines of a child that has ended; a process of its own may hold their pipe for longer.
+_LAST_LINES_S = 1.0
 
 #: Set for services unless the caller has its own. gRPC reads it when it is imported. Its event engine hands every
 #: message through two more threads than the polling it replaced: 40 % of a small call's time here
@@ -38,12 +46,20 @@ def free_ports(count: int) -> list[int]:
 class Child:
     """One service as a child process.
 
-    What it writes is read line by line. JSON log records from warning up, and those of a long start (the ones that have
-    a `progress`), go to stderr at once; the others only tell its `stage`. Plain lines are held back until `relay()`, so
+    What it writes is read line by line. JSON log records go to stderr at once, while it starts those from info up:
+    they say what takes so long; after `relay()` those from `shown_level` up. Plain lines are held back until then, so
     that a failed start can be told in one line; from then on they go to stderr too.
     """
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        shown_level: str = "warning",
+    ) -> None:
         """Starts `python -m MODULE ARGUMENTS` in a session of its own: Ctrl-C reaches the parent alone.
 
         Whatever folder this is started from, the child imports the packages that we are: without -P its current folder
@@ -51,10 +67,13 @@ class Child:
         """
         self.name = name
         self.arguments = tuple(arguments)
+        self.has_started = False
+        """Whether it has said where it listens, which services do once they serve."""
         self.stage = "starting"
         """What it last said that it does."""
         self.refusals: dict[str, str] = {}
         """Replicas that it said it refuses, by HOST:PORT, each as the "CODE REASON: message" of an error line."""
+        self._module, self._environ, self._shown_level = module, environ, shown_level
         self._held: list[str] = []
         self._relaying = False
         self._lock = threading.Lock()
@@ -78,6 +97,19 @@ class Child:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def again(self) -> Child:
+        """The same child, started once more. Only for one that has ended."""
+        return Child(self.name, self._module, self.arguments, self._environ, shown_level=self._shown_level)
+
+    def ending(self) -> str:
+        """Once it has ended: "signal 9", or its exit code, and why, where it ended before it was relayed."""
+        code = self._process.wait()
+        self._reader.join(_LAST_LINES_S)  # what it said last is told first
+        if code < 0:
+            return f"signal {-code}"
+        words = "" if self._relaying else self.last_words()
+        return f"exit code {code}" + (f": {words}" if words and not words.startswith("exit code") else "")
 
     def last_words(self) -> str:
         """Once it has ended: the last line that says why, or its exit code."""
@@ -126,15 +158,25 @@ class Child:
     def _take(self, record: Mapping[str, Any]) -> None:
         level, message = str(record.get("level", "")).lower(), str(record.get("message", json.dumps(record)))
         self.stage = text = " ".join(message.split())
+        self.has_started = self.has_started or "advertised" in record
         if "refused" in record:
             self.refusals[str(record["refused"])] = f"{record.get('code')} {record.get('reason')}: {text}"
-        if level not in _QUIET_LEVELS or "progress" in record:
-            self._pass_on(text)
+        if _severity(level) >= _severity(self._shown_level if self._relaying else _START_LEVEL):
+            self._pass_on(text + _details(record) if self._relaying and level in _DETAILED_LEVELS else text)
         if level in _LAST_WORD_LEVELS:
             self._held.append(text)
 
     def _pass_on(self, text: str) -> None:
         print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+
+
+def _severity(level: str) -> int:
+    """Of a level; one that is unknown is shown."""
+    return _LEVELS.index(level) if level in _LEVELS else len(_LEVELS)
+
+
+def _details(record: Mapping[str, Any]) -> str:
+    return "".join(f" {key}={value}" for key, value in record.items() if key not in _PLAIN_FIELDS)
 
 
 def _record(line: str) -> dict[str, Any] | None:

@@ -12,6 +12,8 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from specdec.client import Chunk, Completion
+from specdec.client.results import CANCELLED
+from specdec.errors import SpecdecError
 from specdec.types import TokenSource
 
 _STYLES = {
@@ -67,22 +69,40 @@ class TokenWriter:
         return text.translate(_HARMLESS) if self._is_terminal else text
 
 
+def error_line(error: SpecdecError) -> str:
+    """An error as every subcommand shows it."""
+    return f"error: {error.code} {error.reason}: {' '.join(error.message.split())}"
+
+
 def tokens_per_s(completion: Completion) -> float:
     """Output tokens over the server's end-to-end time; 0 for an empty output."""
     e2el_s = completion.stats.e2el_s
     return completion.usage.num_output_tokens / e2el_s if e2el_s > 0 else 0.0
 
 
-def closing_line(completion: Completion) -> str:
+def has_tested_drafts(completion: Completion) -> bool:
+    """Whether the target tested any draft token of an output with provenance."""
+    return _num_tested(completion) > 0
+
+
+def _num_tested(completion: Completion) -> int:
+    # A round tests up to its first rejection.
+    return sum(detail.source in (TokenSource.ACCEPTED, TokenSource.CORRECTED) for detail in completion.details)
+
+
+def closing_line(completion: Completion, *, without_draft: str = "") -> str:
     """rounds, alpha (accepted / tested), tau (tokens a round), tokens/s of one output with provenance.
 
-    Alpha is "n/a" where no draft token was tested. A conversation that another target model goes on with says so.
+    Where no draft token was tested, `without_draft` stands for alpha and tau, if it says why. An output that was left
+    has no figures of the server's. A conversation that another target model goes on with says so.
     """
-    sources = [detail.source for detail in completion.details]
-    num_accepted = sources.count(TokenSource.ACCEPTED)
-    num_tested = num_accepted + sources.count(TokenSource.CORRECTED)  # a round tests up to its first rejection
-    alpha = f"{num_accepted / num_tested:.2f}" if num_tested else "n/a"
+    num_tested = _num_tested(completion)
+    num_accepted = sum(detail.source is TokenSource.ACCEPTED for detail in completion.details)
+    alpha = f"alpha {num_accepted / num_tested:.2f}" if num_tested else "alpha n/a"
+    if completion.finish_reason == CANCELLED:
+        return f"stopped after {len(completion.token_ids)} tokens  {alpha}"
     num_rounds = completion.stats.num_rounds
     tau = f"{completion.usage.num_output_tokens / num_rounds:.2f}" if num_rounds else "n/a"
     changed = "  (another target model than before)" if completion.target_changed else ""
-    return f"rounds {num_rounds}  alpha {alpha}  tau {tau}  {tokens_per_s(completion):.1f} tokens/s{changed}"
+    drafting = without_draft if without_draft and not num_tested else f"{alpha}  tau {tau}"
+    return f"rounds {num_rounds}  {drafting}  {tokens_per_s(completion):.1f} tokens/s{changed}"

@@ -1,4 +1,4 @@
-"""What a command shows while it waits: a spinner in a terminal, elsewhere a line every few seconds.
+"""What a command shows while it waits: a spinner in a terminal, elsewhere a line at once and then every few seconds.
 
 Not here: what it waits for. Called by `up`.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-#: Without a terminal, seconds between two lines, and before the first: a short wait is not worth one.
+#: Without a terminal, seconds between two lines.
 LINE_INTERVAL_S = 5.0
 
 
@@ -20,7 +20,8 @@ class Waiting:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began_s = self._last_line_s = clock()
+        self._began_s = clock()
+        self._last_line_s: float | None = None
         self._status: Any = None
 
     def __enter__(self) -> Self:
@@ -50,6 +51,6 @@ class Waiting:
             from rich.text import Text
 
             self._status.update(Text(line))  # a model's path is no markup
-        elif now_s - self._last_line_s >= LINE_INTERVAL_S:
+        elif self._last_line_s is None or now_s - self._last_line_s >= LINE_INTERVAL_S:
             self._last_line_s = now_s
             print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ by the `specdec` command line.
 
 from specdec.client.async_client import AsyncClient, AsyncStream
 from specdec.client.recovery import Budgets
-from specdec.client.request import ChatMessage, GenerateOptions
+from specdec.client.request import ChatMessage, GenerateOptions, TextPart
 from specdec.client.results import (
     Chunk,
     Completion,
@@ -42,6 +42,7 @@ __all__ = [
     "ServerInfo",
     "Session",
     "Stream",
+    "TextPart",
     "TokenDetail",
     "Usage",
 ]

@@ -5,20 +5,23 @@ Not here: what a message means (`transcript`, `results`, `request`) and when to 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 import tenacity
 
+from specdec.client.endpoints import check_endpoint
+from specdec.client.failures import closed, read_failure
 from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
-from specdec.client.request import ChatMessage, GenerateOptions, build_request, build_tokenize_request
+from specdec.client.request import ChatMessage, GenerateOptions, Input, build_request, build_tokenize_request
 from specdec.client.results import Chunk, Completion, ServerInfo, Session, read_server_info, read_session
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
 from specdec.rpc.channels import dial
-from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -31,14 +34,19 @@ class AsyncStream(AsyncIterator[Chunk]):
     """
 
     def __init__(
-        self, open_call: Callable[[pb.GenerateRequest], Any], transcript: Transcript, endpoint: str, budgets: Budgets
+        self,
+        open_call: Callable[[pb.GenerateRequest, float | None], Any],
+        transcript: Transcript,
+        endpoint: str,
+        recovery: Recovery,
     ) -> None:
         self._open_call = open_call
         self._endpoint = endpoint
         self._transcript = transcript
-        self._recovery = Recovery(budgets)
+        self._recovery = recovery
         self._retrying = tenacity.AsyncRetrying(**self._recovery.tenacity_options())
         self._call: Any = None
+        self._closed = False
 
     @property
     def session_id(self) -> str:
@@ -64,8 +72,10 @@ class AsyncStream(AsyncIterator[Chunk]):
         Raises:
             SpecdecError: the server refused, or the interruption outlasted its budget.
         """
-        while not self._transcript.finished:
-            response: pb.GenerateResponse = await self._retrying(self._read)
+        while not (self._transcript.finished or self._closed):
+            response: pb.GenerateResponse | None = await self._retrying(self._read)
+            if response is None:
+                break
             chunk = self._transcript.accept(response)
             self._recovery.answered(with_news=chunk is not None)
             if chunk is not None:
@@ -74,13 +84,17 @@ class AsyncStream(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     async def result(self) -> Completion:
-        """Reads what is left and returns the whole output. Raises as iteration does."""
+        """Reads what is left and returns the whole output; once closed, what came until then ("cancelled").
+
+        Raises as iteration does.
+        """
         async for _ in self:
             pass
         return self._transcript.completion()
 
     async def aclose(self) -> None:
-        """Cancels the call where it has not ended. Idempotent."""
+        """Cancels the call where it has not ended; a task that iterates sees the end. Idempotent."""
+        self._closed = True
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
@@ -93,14 +107,28 @@ class AsyncStream(AsyncIterator[Chunk]):
     ) -> None:
         await self.aclose()
 
-    async def _read(self) -> pb.GenerateResponse:
-        if self._call is None:
-            self._call = self._open_call(self._transcript.next_request())
+    async def _read(self) -> pb.GenerateResponse | None:
+        """The next message; None once closed."""
+        if self._closed:
+            return None  # while it waited to try again
+        call = self._call
+        if call is None:
+            call = self._call = self._open_call(self._transcript.next_request(), self._recovery.remaining_s)
         try:
-            response = await self._call.read()
+            response = await call.read()
         except grpc.RpcError as error:
             self._call = None
-            raise from_rpc_error(error, peer=self._endpoint) from error
+            raise read_failure(error, self._endpoint) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                await self.aclose()
+                raise
+            # gRPC's word for a call that another task has ended: by `aclose`, or with its whole client.
+            self._call = None
+            if self._closed:
+                return None
+            raise ended_early() from None
         except BaseException:
             await self.aclose()
             raise
@@ -112,33 +140,42 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """Speaks to a coordinator. Make and use it within one event loop; close it, or use it by `async with`."""
+    """Speaks to a coordinator. Make and use it within one event loop; close it, or use it by `async with`.
 
-    def __init__(self, endpoint: str, *, budgets: Budgets | None = None) -> None:
+    Afterwards every call raises ClientClosed.
+    """
+
+    def __init__(self, endpoint: str, *, budgets: Budgets | None = None, timeout: float | None = None) -> None:
         """Connects on the first call.
 
         Args:
             endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators.
             budgets: how long to keep trying; the defaults of `Budgets` otherwise.
+            timeout: seconds that each call may take as a whole, unless it has a timeout of its own; None: no limit.
+
+        Raises:
+            InvalidRequest: an endpoint that cannot be one.
         """
+        self._timeout = timeout
+        self._closed = False
         self._endpoint = endpoint
         self._budgets = budgets or Budgets()
-        self._channel = dial(endpoint, CHANNEL_OPTIONS)
+        self._channel = dial(check_endpoint(endpoint), CHANNEL_OPTIONS)
         self._stub = CoordinatorServiceStub(self._channel)
         self._sizes = SessionSizes()
 
     @overload
     def generate(
-        self, prompt: str | None = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+        self, prompt: Input = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
     ) -> AsyncStream: ...
 
     @overload
     def generate(
-        self, prompt: str | None = None, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+        self, prompt: Input = None, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
     ) -> Coroutine[Any, Any, Completion]: ...
 
     def generate(
-        self, prompt: str | None = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
+        self, prompt: Input = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> AsyncStream | Coroutine[Any, Any, Completion]:
         """Generates from a prompt, token ids or messages (exactly one), in a new session or the next turn of one.
 
@@ -147,25 +184,27 @@ class AsyncClient:
         SessionLost; `delete_session`, or `expected_session_tokens=0`, begins it anew.
 
         Args:
-            prompt: text, appended to what the session holds.
+            prompt: text, appended to what the session holds; or messages, as the option of that name.
             stream: True returns an `AsyncStream` to iterate; False something to await for the `Completion`.
             options: see `GenerateOptions`.
 
         Raises:
-            SpecdecError: InvalidRequest here and now for what does not fit a message, else once awaited or iterated.
+            SpecdecError: InvalidRequest here and now for what does not fit a message, else once awaited or iterated:
+                DeadlineExceeded where it takes longer than its timeout.
         """
-        made = AsyncStream(
-            self._stub.Generate,
-            Transcript(self._sizes.state(build_request(prompt, options)), self._sizes),
-            self._endpoint,
-            self._budgets,
-        )
+        made = self._stream(self._sizes.state(build_request(prompt, options)), options.get("timeout"))
         return made if stream else _completed(made)
 
-    def resume(self, session_id: str, resume_from: int, *, provenance: bool = False) -> AsyncStream:
-        """Streams the session's last request from output token `resume_from` on."""
+    def resume(
+        self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
+    ) -> AsyncStream:
+        """Streams the session's last request from output token `resume_from` on.
+
+        The stream raises InvalidRequest where the request has ended with fewer tokens, SessionLost where the server
+        has fewer of one that has not.
+        """
         request = pb.GenerateRequest(session_id=session_id, resume_from=resume_from, return_provenance=provenance)
-        return AsyncStream(self._stub.Generate, Transcript(request, self._sizes), self._endpoint, self._budgets)
+        return self._stream(request, timeout)
 
     async def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Reads a session's record. Raises NotFound for an unknown one."""
@@ -189,6 +228,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends every call and the connection. Idempotent."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -199,14 +239,32 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
+        recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout)
+        return AsyncStream(
+            partial(self._call, self._stub.Generate), Transcript(request, self._sizes), self._endpoint, recovery
+        )
+
     async def _ask(self, method: Callable[..., Any], request: Any) -> Any:
+        recovery = Recovery(self._budgets, self._timeout)
+
         async def once() -> Any:
             try:
-                return await method(request)
+                return await self._call(method, request, recovery.remaining_s)
             except grpc.RpcError as error:
-                raise from_rpc_error(error, peer=self._endpoint) from error
+                raise read_failure(error, self._endpoint) from error
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._closed and task is not None and not task.cancelling():
+                    raise closed() from None  # gRPC's word for it
+                raise
 
-        return await tenacity.AsyncRetrying(**Recovery(self._budgets).tenacity_options())(once)
+        return await tenacity.AsyncRetrying(**recovery.tenacity_options())(once)
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        if self._closed:
+            raise closed()
+        return method(request, timeout=timeout_s)
 
 
 async def _completed(stream: AsyncStream) -> Completion:

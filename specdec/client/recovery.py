@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import tenacity
 
-from specdec.errors import LeaseLost, ResourceExhausted, SessionBusy, SpecdecError, StaleEpoch, Unavailable
+from specdec.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LeaseLost,
+    ResourceExhausted,
+    SessionBusy,
+    SpecdecError,
+    StaleEpoch,
+    Unavailable,
+)
 
 #: The channel's own backoff (up to two minutes by default) must not outlast ours.
 CHANNEL_OPTIONS = (
@@ -37,8 +47,20 @@ class Budgets:
 class Recovery:
     """Decides on retries of one call; reset by progress. Not for use by two calls at once."""
 
-    def __init__(self, budgets: Budgets) -> None:
+    def __init__(self, budgets: Budgets, timeout: float | None = None) -> None:
+        """
+        Args:
+            budgets: how long to keep trying.
+            timeout: seconds that the whole call may take from now on, all attempts together; None: no limit.
+
+        Raises:
+            InvalidRequest: a timeout that is no positive number.
+        """
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+            raise InvalidRequest(f"timeout must be a number of seconds above 0, got {timeout!r}", field="timeout")
         self._budgets = budgets
+        self._timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
         self._answered = False
         self._has_news = False
         self._broken_since: float | None = None
@@ -54,13 +76,18 @@ class Recovery:
             self._has_news = True
             self._broken_since = None
 
+    @property
+    def remaining_s(self) -> float | None:
+        """What is left of the call's timeout, at least 0; None where it has none."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
     def tenacity_options(self) -> dict[str, Any]:
         """Arguments for `tenacity.Retrying` and `AsyncRetrying`."""
         return {
             "retry": tenacity.retry_if_exception(self._worth_retrying),
             "stop": self._exhausted,
             "wait": self._wait_s,
-            "reraise": True,
+            "retry_error_callback": self._give_up,
         }
 
     def _worth_retrying(self, error: BaseException) -> bool:
@@ -69,10 +96,15 @@ class Recovery:
         if isinstance(error, Unavailable | LeaseLost | StaleEpoch | SessionBusy | ResourceExhausted):
             if self._broken_since is None:
                 self._broken_since = time.monotonic()
+            # A lease is lost by what had begun, and whoever has it now may keep it for longer than a beginning is
+            # waited for.
+            self._answered |= isinstance(error, LeaseLost | StaleEpoch)
             return True
         return False
 
     def _exhausted(self, state: tenacity.RetryCallState) -> bool:
+        if self._is_late(state):
+            return True
         if self._broken_since is None:
             return False
         error = state.outcome.exception() if state.outcome else None
@@ -81,6 +113,18 @@ class Recovery:
         budget_s = self._budgets.resume_s if has_begun else self._budgets.connect_s
         # Rather now than after a wait that would outlast the budget.
         return time.monotonic() + state.upcoming_sleep - self._broken_since >= budget_s
+
+    def _is_late(self, state: tenacity.RetryCallState) -> bool:
+        """Whether the next attempt would begin after the deadline."""
+        return self._deadline is not None and time.monotonic() + state.upcoming_sleep >= self._deadline
+
+    def _give_up(self, state: tenacity.RetryCallState) -> NoReturn:
+        error = state.outcome.exception() if state.outcome else None
+        assert error is not None  # only a failed attempt is given up
+        if self._is_late(state):
+            message = f"the call was not done within its timeout of {self._timeout:g} s ({error})"
+            raise DeadlineExceeded(message) from error
+        raise error
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None

@@ -1,14 +1,16 @@
 """Keyword arguments of `generate` turned into one `GenerateRequest`.
 
 Not here: checks of value ranges; the server names the field and the limit. Only what protobuf would silently change or
-refuse with a traceback is caught here: two inputs at once, text that is not valid Unicode, numbers of the wrong type.
+refuse with a traceback is caught here: two inputs at once, text that is not valid Unicode, numbers of the wrong type,
+and what other SDKs spell otherwise.
 """
 
 from __future__ import annotations
 
+import difflib
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
@@ -30,11 +32,23 @@ _SAMPLING_SCALARS = (
 )
 
 
+class TextPart(TypedDict):
+    """A part of a message in OpenAI's form; text is the only kind that is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(TypedDict):
     """One message of a conversation, as chat templates know it."""
 
     role: str
-    content: str
+    content: str | Sequence[TextPart]
+    """Several parts are joined by line breaks."""
+
+
+Input = str | Sequence[ChatMessage] | None
+"""What `generate` takes by position: a prompt, or messages. None: the input is among the options."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -68,7 +82,8 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     logprobs: int | None
-    """0: the emitted token's alone; n: and the n likeliest. They arrive in `Chunk.details`."""
+    """0: the emitted token's alone; n: and the n likeliest. They are in `Chunk.details` and `Completion.details`, as
+    `logprob` and `top_logprobs` of each token; asking for them fills the other details too."""
     mode: Mode | str | None
     """off | rejection | block | coupled."""
     gamma: int | None
@@ -78,9 +93,12 @@ class GenerateOptions(TypedDict, total=False):
     """A label of the kind of request, for statistics; at most 64 characters."""
     provenance: bool | None
     """Fills `Chunk.details`: source, p, q, draft pool and text of each token."""
+    timeout: float | None
+    """Seconds the whole call may take, from here until its last token, all retries included; else DeadlineExceeded.
+    What came until then is in the stream's `result()` once it is closed. None: the client's own `timeout`."""
 
 
-def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
+def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest:
     """Builds the request of one `generate` call.
 
     The session and request ids are always set, so that sending the same message again is idempotent.
@@ -91,7 +109,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
     """
     unknown = options.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"generate() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
+        raise TypeError(f"generate() got unexpected keyword arguments: {', '.join(map(_guessed, sorted(unknown)))}")
     request = pb.GenerateRequest(return_provenance=bool(options.get("provenance")))
     _assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex, "")
     _assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex, "")
@@ -119,8 +137,19 @@ def build_tokenize_request(text: str | None, messages: Sequence[ChatMessage] | N
     return request
 
 
-def _set_input(request: pb.GenerateRequest, prompt: str | None, options: GenerateOptions) -> None:
+def _guessed(name: str) -> str:
+    """An option that does not exist, with the one that was probably meant."""
+    alike = difflib.get_close_matches(name, GenerateOptions.__annotations__, n=1)
+    return f"{name} (did you mean {alike[0]}?)" if alike else name
+
+
+def _set_input(request: pb.GenerateRequest, prompt: Input, options: GenerateOptions) -> None:
     prompt_token_ids, messages = options.get("prompt_token_ids"), options.get("messages")
+    if prompt is not None and not isinstance(prompt, str):
+        if messages is None:
+            prompt, messages = None, _as_messages(prompt)
+        else:
+            raise InvalidRequest("give messages once: as the first argument or by name", field="messages")
     given = [
         name
         for name, value in (("prompt", prompt), ("prompt_token_ids", prompt_token_ids), ("messages", messages))
@@ -138,14 +167,42 @@ def _set_input(request: pb.GenerateRequest, prompt: str | None, options: Generat
         _fill_messages(request.messages, messages)
 
 
+def _as_messages(prompt: Any) -> Sequence[ChatMessage]:
+    """What stands where a prompt does and is none."""
+    if isinstance(prompt, Sequence) and all(isinstance(item, Mapping) for item in prompt):
+        return prompt
+    raise InvalidRequest(
+        f"prompt must be a text or a list of messages, got {type(prompt).__name__}; token ids go to prompt_token_ids",
+        field="prompt",
+    )
+
+
 def _fill_messages(target: pb.ChatMessages, messages: Sequence[ChatMessage]) -> None:
     target.SetInParent()
     for index, message in enumerate(messages):
+        where = f"messages[{index}]"
         if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
-            raise InvalidRequest(f"messages[{index}] must have exactly role and content", field="messages")
+            got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
+            raise InvalidRequest(f"{where} must have exactly role and content, got {got}", field="messages")
         entry = target.messages.add()
-        _assign(entry, "role", message["role"], f"messages[{index}].")
-        _assign(entry, "content", message["content"], f"messages[{index}].")
+        _assign(entry, "role", message["role"], f"{where}.")
+        _assign(entry, "content", _joined(message["content"], f"{where}.content"), f"{where}.")
+
+
+def _joined(content: Any, where: str) -> Any:
+    """The text of a message's parts; what has no parts is left as it is."""
+    if isinstance(content, str | bytes) or not isinstance(content, Sequence):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise InvalidRequest(
+                f'{where}[{index}] must be {{"type": "text", "text": ...}}, got type {str(kind)[:64]!r}', field=where
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _set_sampling(sampling: pb.SamplingParams, options: GenerateOptions) -> None:

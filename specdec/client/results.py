@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from specdec.types import FinishReason, TokenSource
 from specdec.v1 import coordinator_pb2 as pb
+
+#: Of an output that its caller left before its end.
+CANCELLED = "cancelled"
 
 _FINISH_REASONS = {int(reason): reason.name.lower() for reason in FinishReason}
 #: A source that a newer server knows and this version does not is shown as the target's own.
@@ -19,7 +22,7 @@ _SOURCES = {int(source): source for source in TokenSource}
 
 @dataclass(frozen=True, slots=True)
 class TokenDetail:
-    """Where one token came from; present when provenance was asked for."""
+    """Where one token came from, and its logprobs; present when provenance or logprobs were asked for."""
 
     source: TokenSource
     p: float
@@ -34,6 +37,14 @@ class TokenDetail:
     text: str
     """The text this token completed; joined over a chunk they are `Chunk.text`."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """The proto's field names; `logprob` and `top_logprobs` where they were asked for."""
+        fields = asdict(self) | {"source": self.source.name.lower()}
+        fields["top_logprobs"] = [{"token_id": token_id, "logprob": value} for token_id, value in self.top_logprobs]
+        if self.logprob is None:
+            del fields["logprob"], fields["top_logprobs"]
+        return fields
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -44,7 +55,12 @@ class Chunk:
     token_ids: tuple[int, ...]
     text: str
     details: tuple[TokenDetail, ...]
-    """One per token, or empty."""
+    """One per token when provenance or logprobs were asked for, else empty."""
+
+    def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
+        """A line of `specdec generate --json-lines`: the proto's field names."""
+        fields = {"index": self.index, "token_ids": list(self.token_ids), "text": self.text}
+        return fields | ({"details": [detail.to_dict() for detail in self.details]} if with_details else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,11 @@ class GenerationStats:
     verify_s: float
     wire_bytes: int
 
+    @classmethod
+    def nothing(cls) -> Self:
+        """Of a request whose end, with its figures, was not waited for."""
+        return cls(0, 0, 0, (), 0, 0.0, 0.0, 0.0, 0.0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -80,24 +101,25 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """stop | length | stop_string."""
+    """stop | length | stop_string; cancelled where the caller closed the stream before its end: text, token ids and
+    details are those that came, usage counts them, and every figure of `stats` is 0."""
     usage: Usage
     stats: GenerationStats
     details: tuple[TokenDetail, ...] = ()
-    """One per token when provenance was asked for, else empty."""
+    """One per token when provenance or logprobs were asked for, else empty."""
     target_fingerprint: str = ""
     """Of the model that decided every token."""
     target_changed: bool = False
     """The session's turn before was another target model's."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `specdec generate --json` prints: the proto's field names, without details and target."""
+    def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
+        """The object that `specdec generate --json` prints: the proto's field names, without the target's."""
         fields = asdict(self)
         for name in ("details", "target_fingerprint", "target_changed"):
             del fields[name]
         fields["token_ids"] = list(self.token_ids)
         fields["stats"]["accepted_per_position"] = list(self.stats.accepted_per_position)
-        return fields
+        return fields | ({"details": [detail.to_dict() for detail in self.details]} if with_details else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +153,11 @@ class Pool:
     """draft | target."""
     model: str
     replicas: tuple[Replica, ...]
+    alpha: float | None = None
+    """Of a draft pool: accepted share of the draft tokens tested lately; None before the first."""
+    gamma: float | None = None
+    """Of a draft pool: draft tokens asked for a round lately, near 0 while drafting does not pay; None before the first
+    round whose gamma the server chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +224,18 @@ def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
         vocabulary_size=message.vocabulary_size,
         max_context_tokens=message.max_context_tokens,
         max_gamma=message.max_gamma,
-        pools=tuple(Pool(pool.name, pool.role, pool.model, _read_replicas(pool.replicas)) for pool in message.pools),
+        pools=tuple(map(_read_pool, message.pools)),
+    )
+
+
+def _read_pool(message: pb.PoolInfo) -> Pool:
+    return Pool(
+        name=message.name,
+        role=message.role,
+        model=message.model,
+        replicas=_read_replicas(message.replicas),
+        alpha=message.alpha if message.HasField("alpha") else None,
+        gamma=message.gamma if message.HasField("gamma") else None,
     )
 
 

@@ -6,19 +6,21 @@ Not here: what a message means (`transcript`, `results`, `request`) and when to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 import tenacity
 
+from specdec.client.endpoints import check_endpoint
+from specdec.client.failures import closed, read_failure
 from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
-from specdec.client.request import ChatMessage, GenerateOptions, build_request, build_tokenize_request
+from specdec.client.request import ChatMessage, GenerateOptions, Input, build_request, build_tokenize_request
 from specdec.client.results import Chunk, Completion, ServerInfo, Session, read_server_info, read_session
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
 from specdec.rpc.channels import dial_blocking
-from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -31,12 +33,16 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(
-        self, open_call: Callable[[pb.GenerateRequest], Any], transcript: Transcript, endpoint: str, budgets: Budgets
+        self,
+        open_call: Callable[[pb.GenerateRequest, float | None], Any],
+        transcript: Transcript,
+        endpoint: str,
+        recovery: Recovery,
     ) -> None:
         self._open_call = open_call
         self._endpoint = endpoint
         self._transcript = transcript
-        self._recovery = Recovery(budgets)
+        self._recovery = recovery
         self._retrying = tenacity.Retrying(**self._recovery.tenacity_options())
         self._call: Any = None
         self._closed = False
@@ -77,7 +83,10 @@ class Stream(Iterator[Chunk]):
         raise StopIteration
 
     def result(self) -> Completion:
-        """Reads what is left and returns the whole output. Raises as iteration does."""
+        """Reads what is left and returns the whole output; once closed, what came until then ("cancelled").
+
+        Raises as iteration does.
+        """
         for _ in self:
             pass
         return self._transcript.completion()
@@ -103,7 +112,7 @@ class Stream(Iterator[Chunk]):
             return None  # while it waited to try again
         call = self._call
         if call is None:
-            call = self._call = self._open_call(self._transcript.next_request())
+            call = self._call = self._open_call(self._transcript.next_request(), self._recovery.remaining_s)
         try:
             response: pb.GenerateResponse = next(call)
             return response
@@ -114,40 +123,46 @@ class Stream(Iterator[Chunk]):
             self._call = None
             if self._closed:
                 return None
-            raise from_rpc_error(error, peer=self._endpoint) from error
+            raise read_failure(error, self._endpoint) from error
         except BaseException:
             self.close()
             raise
 
 
 class Client:
-    """Speaks to a coordinator. Close it, or use it by `with`."""
+    """Speaks to a coordinator. Close it, or use it by `with`; afterwards every call raises ClientClosed."""
 
-    def __init__(self, endpoint: str, *, budgets: Budgets | None = None) -> None:
+    def __init__(self, endpoint: str, *, budgets: Budgets | None = None, timeout: float | None = None) -> None:
         """Connects on the first call.
 
         Args:
             endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators.
             budgets: how long to keep trying; the defaults of `Budgets` otherwise.
+            timeout: seconds that each call may take as a whole, unless it has a timeout of its own; None: no limit.
+
+        Raises:
+            InvalidRequest: an endpoint that cannot be one.
         """
+        self._timeout = timeout
+        self._closed = False
         self._endpoint = endpoint
         self._budgets = budgets or Budgets()
-        self._channel = dial_blocking(endpoint, CHANNEL_OPTIONS)
+        self._channel = dial_blocking(check_endpoint(endpoint), CHANNEL_OPTIONS)
         self._stub = CoordinatorServiceStub(self._channel)
         self._sizes = SessionSizes()
 
     @overload
     def generate(
-        self, prompt: str | None = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+        self, prompt: Input = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
     ) -> Stream: ...
 
     @overload
     def generate(
-        self, prompt: str | None = None, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+        self, prompt: Input = None, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
     ) -> Completion: ...
 
     def generate(
-        self, prompt: str | None = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
+        self, prompt: Input = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Stream | Completion:
         """Generates from a prompt, token ids or messages (exactly one), in a new session or the next turn of one.
 
@@ -156,29 +171,30 @@ class Client:
         SessionLost; `delete_session`, or `expected_session_tokens=0`, begins it anew.
 
         Args:
-            prompt: text, appended to what the session holds.
+            prompt: text, appended to what the session holds; or messages, as the option of that name.
             stream: True returns a `Stream` to iterate; False waits for the `Completion`.
             options: see `GenerateOptions`.
 
         Raises:
             SpecdecError: InvalidRequest here and now for what does not fit a message; a stream raises the rest when
-                it is iterated.
+                it is iterated: DeadlineExceeded where it takes longer than its timeout.
         """
-        made = Stream(
-            self._stub.Generate,
-            Transcript(self._sizes.state(build_request(prompt, options)), self._sizes),
-            self._endpoint,
-            self._budgets,
-        )
+        made = self._stream(self._sizes.state(build_request(prompt, options)), options.get("timeout"))
         if stream:
             return made
         with made:
             return made.result()
 
-    def resume(self, session_id: str, resume_from: int, *, provenance: bool = False) -> Stream:
-        """Streams the session's last request from output token `resume_from` on."""
+    def resume(
+        self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
+    ) -> Stream:
+        """Streams the session's last request from output token `resume_from` on.
+
+        The stream raises InvalidRequest where the request has ended with fewer tokens, SessionLost where the server
+        has fewer of one that has not.
+        """
         request = pb.GenerateRequest(session_id=session_id, resume_from=resume_from, return_provenance=provenance)
-        return Stream(self._stub.Generate, Transcript(request, self._sizes), self._endpoint, self._budgets)
+        return self._stream(request, timeout)
 
     def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Reads a session's record. Raises NotFound for an unknown one."""
@@ -200,6 +216,7 @@ class Client:
 
     def close(self) -> None:
         """Ends every call and the connection. Idempotent."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -210,11 +227,29 @@ class Client:
     ) -> None:
         self.close()
 
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Stream:
+        recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout)
+        return Stream(
+            partial(self._call, self._stub.Generate), Transcript(request, self._sizes), self._endpoint, recovery
+        )
+
     def _ask(self, method: Callable[..., Any], request: Any) -> Any:
+        recovery = Recovery(self._budgets, self._timeout)
+
         def once() -> Any:
             try:
-                return method(request)
+                return self._call(method, request, recovery.remaining_s)
             except grpc.RpcError as error:
-                raise from_rpc_error(error, peer=self._endpoint) from error
+                raise read_failure(error, self._endpoint) from error
 
-        return tenacity.Retrying(**Recovery(self._budgets).tenacity_options())(once)
+        return tenacity.Retrying(**recovery.tenacity_options())(once)
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        if self._closed:
+            raise closed()
+        try:
+            return method(request, timeout=timeout_s)
+        except ValueError:  # what gRPC says of a closed channel
+            if self._closed:
+                raise closed() from None
+            raise

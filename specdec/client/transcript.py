@@ -7,9 +7,12 @@ account of which tokens are whose.
 from __future__ import annotations
 
 from specdec.client.results import (
+    CANCELLED,
     Chunk,
     Completion,
+    GenerationStats,
     TokenDetail,
+    Usage,
     read_chunk,
     read_finish_reason,
     read_stats,
@@ -43,6 +46,7 @@ class Transcript:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._details: list[TokenDetail] = []
+        self._num_prompt_tokens = 0
         self._finished: pb.Finished | None = None
 
     @property
@@ -87,6 +91,7 @@ class Transcript:
             return None
         if event == "started":
             self.request_id = response.started.request_id
+            self._num_prompt_tokens = response.started.num_prompt_tokens
             self.target_fingerprint = response.started.target_fingerprint
             self.target_changed = response.started.target_changed
             self._sizes.forget(self.request.session_id)
@@ -104,21 +109,16 @@ class Transcript:
         return chunk
 
     def completion(self) -> Completion:
-        """The whole output. Call it once `finished`.
-
-        Raises:
-            Internal: the output has not ended.
-        """
-        if self._finished is None:
-            raise Internal("the output has not ended yet")
+        """The whole output; of a stream that was left before its end, what came of it, without the server's figures."""
+        finished = self._finished
         return Completion(
             session_id=self.request.session_id,
             request_id=self.request_id,
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
-            finish_reason=read_finish_reason(self._finished.reason),
-            usage=read_usage(self._finished.usage),
-            stats=read_stats(self._finished.stats),
+            finish_reason=read_finish_reason(finished.reason) if finished else CANCELLED,
+            usage=read_usage(finished.usage) if finished else Usage(self._num_prompt_tokens, self.num_tokens, 0),
+            stats=read_stats(finished.stats) if finished else GenerationStats.nothing(),
             details=tuple(self._details),
             target_fingerprint=self.target_fingerprint,
             target_changed=self.target_changed,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint, require_plain_weights
 from specdec.engine.base import ModelShape, Worker
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
@@ -36,6 +38,7 @@ from specdec.engine.model.model_runner import ForwardPass, ModelRunner, Transfor
 from specdec.engine.model.options import AUTO, NATIVE, CompileOptions, GraphSource, require_backend
 from specdec.engine.model.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
+from specdec.engine.model.thread_choice import settle_threads
 from specdec.engine.native.library import load_library
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import InvalidRequest, Unsupported
@@ -45,9 +48,6 @@ from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabula
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# What transformers can turn into plain weights on every device (`dequantize` of its quantisation configs).
-_DEQUANTISED = ("fp8", "mxfp4")
 
 # A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
 _CPU_SESSIONS = 64
@@ -67,7 +67,9 @@ def load_worker(
     kv_cache_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
     num_kv_blocks: int | None = None,
+    max_context_tokens: int | None = None,
     num_threads: int | None = None,
+    measures_threads: bool = False,
     compiling: CompileOptions | None = None,
     self_check: bool = True,
 ) -> Worker:
@@ -76,13 +78,16 @@ def load_worker(
     Args:
         model: a checkpoint directory, a GGUF file or a hub id.
         device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
-        dtype: `float32`, `bfloat16` or `float16`; `auto` is float32 on a CPU and the checkpoint's own elsewhere;
-            `int8` rounds the weights of the layers' products (CPU only), all else being float32.
+        dtype: `float32`, `bfloat16` or `float16`; `auto` is the checkpoint's own on a GPU, and on a CPU float32, with
+            weights kept in 16 bits where the checkpoint stores them so: the same numbers, the same text, half the
+            memory read. `int8` rounds the weights of the layers' products (CPU only), all else being as in `auto`.
         kv_cache_bytes: bytes of the KV pool.
         gpu_memory_utilization: share of a CUDA device's whole memory for weights, KV pool and working memory together,
             where `kv_cache_bytes` is not given; None: nearly all that is free.
         num_kv_blocks: blocks of the KV pool, instead.
+        max_context_tokens: serve no longer sequences, where the model could; None: all that it was made for.
         num_threads: CPU threads of PyTorch, for the whole process; None leaves them.
+        measures_threads: on a CPU, settle those by measurement once all is loaded.
         compiling: what is compiled or captured, here and now; None: the native kernels where they compute the model.
         self_check: compare the worker's logits with the model's own forward pass, and refuse one that differs.
 
@@ -102,25 +107,35 @@ def load_worker(
     config = _load_config(model, directory)
     token_to_id = load_vocabulary(directory)
     _log.info("loading weights of %s to %s", model, torch_device)
+    began_s = time.monotonic()
     loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
+    _log.info("loaded weights in %.1f s", time.monotonic() - began_s)
+    context = min(_model_context(loaded.config), max_context_tokens or sys.maxsize)
     with refusing_failures(config):
         layers = probe_layers(loaded)
         if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
             kv_cache_bytes = _cuda_pool_bytes(torch_device, gpu_memory_utilization, is_captured)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         bytes_per_block = block_bytes(shapes, loaded.dtype)
-        blocks = _pool_blocks(bytes_per_block, _model_context(loaded.config), kv_cache_bytes, num_kv_blocks)
-        shape = _model_shape(loaded, directory, token_to_id, blocks, torch_device, is_int8=is_int8)
+        blocks = _pool_blocks(bytes_per_block, context, kv_cache_bytes, num_kv_blocks)
+        shape = _model_shape(loaded, directory, token_to_id, blocks, context, torch_device, is_int8=is_int8)
+        _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
+                  shape.max_context_tokens)  # fmt: skip
         library = _native_library(compiling, loaded)
         reference = None
         if self_check:
+            _log.info("self-check: comparing with the model's own forward pass")
+            began_s = time.monotonic()
             reference = take_reference(loaded, shape, kinds, _arithmetic(loaded, is_int8, library is not None))
         loaded.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=loaded.dtype, device=torch_device)
-        worker = _make_worker(loaded, cache, kinds, shape, compiling, library)
+        worker = _make_worker(loaded, cache, kinds, shape, compiling, library, is_compact=dtype != "float32")
         if reference is not None:
             require_same(worker, reference, config.model_type)
+            _log.info("self-check passed in %.1f s", time.monotonic() - began_s)
+    if measures_threads:
+        settle_threads(worker)
     return worker
 
 
@@ -129,6 +144,7 @@ def _model_shape(
     directory: Path,
     token_to_id: Mapping[str, int],
     num_blocks: int,
+    context: int,
     device: torch.device,
     *,
     is_int8: bool,
@@ -137,7 +153,7 @@ def _model_shape(
     served_dtype = "int8" if is_int8 else str(model.dtype).removeprefix("torch.")
     return ModelShape(
         vocabulary_size=min(vocabulary_size(token_to_id), model.get_output_embeddings().weight.shape[0]),
-        max_context_tokens=min(_model_context(model.config), num_blocks * BLOCK_TOKENS),
+        max_context_tokens=min(context, num_blocks * BLOCK_TOKENS),
         eos_token_ids=_eos_token_ids(model),
         model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
         vocabulary_fingerprint=vocabulary,
@@ -154,11 +170,13 @@ def _make_worker(
     shape: ModelShape,
     compiling: CompileOptions,
     library: ctypes.CDLL | None,
+    *,
+    is_compact: bool,
 ) -> Worker:
-    """Takes the model apart."""
+    """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
     if library is not None:
-        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8)
+        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
     forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
     is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
@@ -253,25 +271,10 @@ def _load_config(model: str, directory: Path) -> PreTrainedConfig:
     if other_layers:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
-    _ask_for_plain_weights(model, config)
+    if (quantisation := getattr(config, "quantization_config", None)) is not None:
+        require_plain_weights(model, quantisation)
+        quantisation["dequantize"] = True
     return config
-
-
-def _ask_for_plain_weights(model: str, config: PreTrainedConfig) -> None:
-    """Has a quantised checkpoint loaded as the numbers it stands for, on whatever device.
-
-    Raises:
-        Unsupported: transformers does not make them; what it would load instead has products of its own.
-    """
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is None:
-        return
-    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else type(quantisation).__name__
-    if method not in _DEQUANTISED:
-        raise Unsupported(
-            f"model {model!r} is quantised with {method}; only {' and '.join(_DEQUANTISED)} are read, and GGUF files"
-        )
-    quantisation["dequantize"] = True
 
 
 def _load_model(

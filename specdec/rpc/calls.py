@@ -46,6 +46,8 @@ class PendingCall:
     answer: asyncio.Future[Any]
     timer: asyncio.TimerHandle | None = None
     """Of the caller's patience."""
+    is_given_more: bool = False
+    """Because the event loop stood still while it waited."""
     is_sent: bool = False
     is_answered: bool = False
 

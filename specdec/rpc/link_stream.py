@@ -21,6 +21,9 @@ from specdec.rpc import status
 from specdec.rpc.calls import OpenCalls, Patience, PendingCall, StrayAnswer, WireCount
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, join_items
 
+#: A timer that fires this much late says that the event loop stood still, not that a replica did.
+OWN_STALL_S = 0.02
+
 
 class LinkStream:
     """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
@@ -79,14 +82,22 @@ class LinkStream:
     def _await_answer(self, pending: PendingCall, patience: Patience, asked_at: float, heard_at: float) -> None:
         """Looks again when the replica has been silent for too long since `heard_at`."""
         until = min(heard_at + patience.silence_s, asked_at + patience.total_s)
-        pending.timer = self._loop.call_at(until, self._look, pending, patience, asked_at, heard_at)
+        pending.timer = self._loop.call_at(until, self._look, pending, patience, asked_at, heard_at, until)
 
-    def _look(self, pending: PendingCall, patience: Patience, asked_at: float, heard_at: float) -> None:
+    def _look(
+        self, pending: PendingCall, patience: Patience, asked_at: float, heard_at: float, expected_at: float
+    ) -> None:
         if pending.answer.done():
             return
+        now = self._loop.time()
         # One that answers others meanwhile is busy: the more there are, the longer each waits.
-        if self._heard_at > heard_at and self._loop.time() < asked_at + patience.total_s:
-            self._await_answer(pending, patience, asked_at, self._heard_at)
+        heard_since = self._heard_at
+        # Once a call: where this loop stood still, nothing was sent, and what came was not read.
+        if now - expected_at > OWN_STALL_S and not pending.is_given_more:
+            pending.is_given_more = True
+            heard_since = now
+        if heard_since > heard_at and now < asked_at + patience.total_s:
+            self._await_answer(pending, patience, asked_at, heard_since)
         else:
             pending.answer.set_exception(TimeoutError())
 

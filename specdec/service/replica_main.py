@@ -10,8 +10,11 @@ import logging
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -22,8 +25,10 @@ from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
 from specdec.engines import Engine
+from specdec.errors import InvalidRequest
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
+from specdec.preflight import require_servable
 from specdec.service.lifecycle import (
     Servicer,
     require_addresses,
@@ -107,6 +112,8 @@ async def _serve(kind: ReplicaKind[SettingsT], settings: SettingsT) -> None:
 def _load_engine(kind: ReplicaKind[SettingsT], settings: SettingsT, replica_id: str, metrics: EngineMetrics) -> Engine:
     prefill_budget_s = settings.prefill_budget_ms / 1e3
     if settings.model.startswith(MODEL_PREFIX):
+        if settings.max_context_tokens is not None:
+            raise InvalidRequest("simulated replicas have a context of their own", field="max_context_tokens")
         return kind.simulated_engine(
             simulated_pair(settings.model),
             replica_id=replica_id,
@@ -116,6 +123,7 @@ def _load_engine(kind: ReplicaKind[SettingsT], settings: SettingsT, replica_id: 
             scheduler=Scheduler(settings.max_step_tokens, prefill_budget_s),
             observer=metrics,
         )
+    require_servable(settings.model, flag="--model")
     locate_checkpoint(settings.model)
     _log.info("loading %s", settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
@@ -129,13 +137,31 @@ def _load_engine(kind: ReplicaKind[SettingsT], settings: SettingsT, replica_id: 
         max_step_tokens=settings.max_step_tokens,
         prefill_budget_s=prefill_budget_s,
     )
-    worker = _load_worker(settings, kind.num_decode_rows(settings))
+    worker = _on_its_own_thread(partial(_load_worker, settings, kind.num_decode_rows(settings)))
     return kind.build_engine(worker, options, settings, metrics)
+
+
+def _on_its_own_thread(load: Callable[[], Worker]) -> Worker:
+    """Returns what `load` does, which runs in a thread that is gone afterwards.
+
+    OpenMP keeps the helpers of a thread as long as that lives, and where there are more of them than cores they all
+    spin less, those of the engine's thread too. The wait ends with the process: an interrupt is not held up.
+    """
+    outcome: Future[Worker] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(load())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="load", daemon=True).start()
+    return outcome.result()
 
 
 def _load_worker(settings: ReplicaSettings, num_decode_rows: int) -> Worker:
     from specdec.engine.loader import load_worker
-    from specdec.engine.model.options import CompileOptions, row_counts
+    from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, row_counts
 
     return load_worker(
         settings.model,
@@ -143,7 +169,12 @@ def _load_worker(settings: ReplicaSettings, num_decode_rows: int) -> Worker:
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_context_tokens=settings.max_context_tokens,
         num_threads=settings.num_threads,
+        # Compiled steps are compiled for a number of threads, and the caller's word wins.
+        measures_threads=settings.num_threads is None
+        and "OMP_NUM_THREADS" not in os.environ
+        and settings.compile_backend in (AUTO, NATIVE, EAGER),
         compiling=CompileOptions(
             settings.compile_backend, row_counts(num_decode_rows), cache_directory(os.environ) / "compiled"
         ),

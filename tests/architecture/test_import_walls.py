@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.gguf", "specdec.vocabulary", "specdec.engines", "specdec.v1",
+    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.engines", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -31,6 +31,7 @@ ALLOWED = {
     "specdec.checkpoint": set(),
     "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),
+    "specdec.preflight": set(),
     "specdec.config": set(),
     "specdec.core": set(),
     "specdec.state": {"specdec.core"},

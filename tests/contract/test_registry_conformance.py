@@ -13,6 +13,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import replica_keys
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
+from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 from specdec.types import EngineInfo
 from tests.support.redis_fixture import RedisServer
@@ -115,6 +116,103 @@ async def test_records_of_newer_and_broken_versions_do_not_hide_the_others(
         await raw.run_command("HSET", records, replica_id, text)
         await raw.run_command("ZADD", expiry, "+inf", replica_id)
     assert await ids(registry) == ["d-1", "d-2"]
+
+
+async def hold(raw: RedisConnection, role: str, replica_id: str, text: str) -> None:
+    """Makes this the only record of a role."""
+    records, expiry = replica_keys(role)
+    await raw.run_command("DEL", records, expiry)
+    await raw.run_command("HSET", records, replica_id, text)
+    await raw.run_command("ZADD", expiry, "+inf", replica_id)
+
+
+async def test_an_unreadable_record_is_told_when_it_comes_and_when_it_changes_and_not_at_every_look(
+    registry: ReplicaRegistry, raw: RedisConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    readable = (await raw.run_command("HGET", replica_keys("draft")[0], "d-1")).decode()
+    num_told = []
+    for role, replica_id, text in (
+        ("draft", "d-1", "{}"),
+        ("draft", "d-1", "{}"),
+        ("draft", "d-2", "{}"),
+        ("draft", "d-2", "not JSON"),
+        ("target", "d-2", "not JSON"),
+        ("draft", "d-2", "not JSON"),
+        ("target", "d-2", "not JSON"),
+        ("draft", "d-1", readable),
+        ("draft", "d-2", "not JSON"),
+    ):
+        await hold(raw, role, replica_id, text)
+        caplog.clear()
+        assert await ids(registry, role) == (["d-1"] if text == readable else [])
+        num_told.append(sum(f"the unreadable {role} replica '{replica_id}'" in message for message in caplog.messages))
+        assert len(caplog.messages) == num_told[-1]
+    assert num_told == [1, 0, 1, 1, 1, 0, 0, 0, 1]
+
+
+async def test_records_and_ids_may_be_as_long_as_the_limit_and_no_longer(
+    registry: ReplicaRegistry, raw: RedisConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    records, expiry = replica_keys("draft")
+    readable = (await raw.run_command("HGET", records, "d-1")).decode()
+    for replica_id, text, is_listed, num_told in (
+        ("d" * MAX_REPLICA_ID_BYTES, readable.ljust(MAX_RECORD_BYTES), True, 0),
+        ("d", readable.ljust(MAX_RECORD_BYTES + 1), False, 1),
+        ("d" * (MAX_REPLICA_ID_BYTES + 1), readable, False, 1),
+    ):
+        await hold(raw, "draft", replica_id, text)
+        caplog.clear()
+        assert await ids(registry) == (["d-1"] if is_listed else [])
+        assert len(caplog.messages) == num_told
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    assert await ids(registry) == ["d-1"]
+    await raw.run_command("DEL", records, expiry)
+
+
+async def test_an_id_without_a_record_and_one_that_has_just_expired_are_no_replicas(
+    registry: ReplicaRegistry, raw: RedisConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    await registry.publish(replica("d-2"), ttl_s=LONG_TTL_S)
+    records, expiry = replica_keys("draft")
+    await raw.run_command("HDEL", records, "d-2")
+    assert await ids(registry) == ["d-1"]
+    for _ in range(3):  # a whole second of the server's may have just begun
+        seconds, microseconds = map(int, await raw.run_command("TIME"))
+        await raw.run_command("ZADD", expiry, seconds * 1000 + microseconds // 1000, "d-1")
+        assert await ids(registry) == []
+        assert await raw.run_command("ZCARD", expiry) == 1
+        await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
+    assert caplog.messages == []
+
+
+async def test_a_removed_replica_is_gone_in_whichever_role_and_leaves_nothing(
+    registry: ReplicaRegistry, raw: RedisConnection
+) -> None:
+    for role in ("draft", "target"):
+        await registry.publish(replica("r-1", role), ttl_s=LONG_TTL_S)
+    await registry.remove("r-1")
+    for role in ("draft", "target"):
+        records, expiry = replica_keys(role)
+        assert await ids(registry, role) == []
+        assert await raw.run_command("HKEYS", records) == []
+        assert await raw.run_command("ZCARD", expiry) == 0
+
+
+async def test_a_replica_is_listed_for_as_long_as_its_heartbeat_said(
+    registry: ReplicaRegistry, raw: RedisConnection
+) -> None:
+    ttl_ms = 200_000_000  # so long that a factor of 1.001 is more than any machine is slow
+    records, expiry = replica_keys("draft")
+    for published_s in (200_000.0, 1e-6):
+        await registry.publish(replica("d-1"), ttl_s=published_s)
+        server_s, _ = await raw.run_command("TIME")
+        until_ms = float(await raw.run_command("ZSCORE", expiry, "d-1"))
+        assert abs(until_ms - int(server_s) * 1000 - published_s * 1000) < 100_000
+        for key in (records, expiry):
+            assert ttl_ms - 100_000 < await raw.run_command("PTTL", key) <= ttl_ms
 
 
 async def test_two_registries_share_what_is_published(registry: ReplicaRegistry, store_url: str) -> None:

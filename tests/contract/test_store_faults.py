@@ -48,6 +48,15 @@ async def test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repa
         await store.commit(lease, a_round(9, 6, 7))
 
 
+@pytest.mark.parametrize("base_len", [0, 1, 2, 3])
+async def test_a_repair_replaces_what_the_log_holds_beyond_its_base(
+    store: SessionStore, session_id: str, lease: Lease, base_len: int
+) -> None:
+    await store.repair(lease, base_len=base_len, token_ids=tokens(8, 9))
+    await store.commit(lease, a_round(0, base_len + 2, 10))
+    assert await held_tokens(store, session_id) == [*[1, 2, 3][:base_len], 8, 9, 10]
+
+
 async def test_a_repair_beyond_the_log_is_refused(store: SessionStore, session_id: str, lease: Lease) -> None:
     with pytest.raises(SessionLost):
         await store.repair(lease, base_len=4, token_ids=tokens(5))

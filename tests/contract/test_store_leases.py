@@ -137,6 +137,17 @@ async def test_a_lease_lives_as_long_as_its_own_ttl_whatever_the_ttl_of_who_asks
         await store.acquire(session_id, owner="hasty", ttl_s=SHORT_TTL_S, create=False)
 
 
+async def test_a_lease_whose_ttl_nobody_noted_is_alive(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    await raw.run_command("HDEL", session_keys("default", session_id)[0], "lease_ttl")
+    record = await store.load(session_id)
+    assert record is not None
+    assert record.owner == "me"
+    with pytest.raises(SessionBusy):
+        await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=False)
+
+
 async def test_a_living_owner_renews_its_lease_back_to_its_ttl_after_the_clock_jumped(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:

@@ -25,6 +25,16 @@ async def test_a_begun_request_is_read_back_whole(store: SessionStore, session_i
     assert await held_tokens(store, session_id) == [1, 2, 3]
 
 
+async def test_a_request_that_has_ended_may_be_stored_again_as_it_ended(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    ended = replace(REQUEST, finish_reason=FinishReason.STOP, stats_json='{"num_rounds": 7}')
+    await store.begin_request(lease, ended, keep=3, token_ids=tokens(4))
+    record = await store.load(session_id)
+    assert record is not None
+    assert record.request == ended
+
+
 async def test_parameters_of_any_text_survive(store: SessionStore, session_id: str, lease: Lease) -> None:
     odd = replace(REQUEST, parameters_json=json.dumps({"stop": ["\r\n", "\0", "naïve 😀"]}, ensure_ascii=False))
     await store.begin_request(lease, odd, keep=3, token_ids=tokens())

@@ -1,14 +1,11 @@
-"""`specdec up`, `generate` and `chat` as a user runs them: real processes, the demo pair, nothing replaced."""
+"""`specdec up` as a user runs it: real processes, the demo pair, nothing replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import pty
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -25,44 +22,9 @@ from specdec.cli.__main__ import build_parser
 from specdec.client import Client
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 from tests.support.tiny_models import build_tiny_model
+from tests.support.up_rig import ENVIRON, SPECDEC, children_of, complaints, specdec, start_up, wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECDEC = [sys.executable, "-m", "specdec.cli"]
-ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")} | {"OMP_NUM_THREADS": "1"}
-ANSI = re.compile("\x1b\\[[0-9;]*m")
-
-
-def start_up(*flags: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
-    """A running `specdec up` and its endpoint."""
-    up = subprocess.Popen(
-        [*SPECDEC, "up", "--listen", "127.0.0.1:0", *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON | environ,
-    )  # fmt: skip
-    assert up.stdout is not None
-    line = up.stdout.readline()
-    found = re.fullmatch(r"ready grpc=(127\.0\.0\.1:\d+)\n", line)
-    if found is None:
-        up.kill()
-        pytest.fail(f"up printed {line!r}; stderr: {up.communicate()[1]}")
-    return up, found[1]
-
-
-def complaints(stderr: str) -> str:
-    """What `up` wrote to stderr but for what it says while it waits, which it does where the machine is slow."""
-    return re.sub(r"^starting \(\d+ s\): .*\n", "", stderr, flags=re.MULTILINE)
-
-
-def children_of(process: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """Returns when none of the processes runs any more; the test's own time limit is the bound."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            select.select([descriptor], [], [])
-            os.close(descriptor)
 
 
 @pytest.fixture(scope="module")
@@ -77,139 +39,6 @@ def endpoint() -> Iterator[str]:
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     stdout, stderr = up.communicate()
     assert (stdout, complaints(stderr)) == ("", "")
-
-
-def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SPECDEC, *args], input=stdin, capture_output=True, text=True, env=ENVIRON | environ)
-
-
-def test_generate_json_is_one_object_and_mode_changes_no_greedy_token(endpoint: str) -> None:
-    outputs = {}
-    for mode in ("off", "rejection", "block", "coupled"):
-        flags = (
-            "--json",
-            "--temperature",
-            "0",
-            "--max-new-tokens",
-            "24",
-            "--mode",
-            mode,
-            "--gamma",
-            "3",
-            "--endpoint",
-            endpoint,
-        )
-        result = specdec("generate", "import os\n", *flags)
-        assert result.returncode == 0, result.stderr
-        shown = json.loads(result.stdout)
-        outputs[mode] = shown["token_ids"]
-        assert shown["usage"]["num_output_tokens"] == len(shown["token_ids"]) == 24
-        assert (shown["stats"]["num_draft_tokens"] > 0) is (mode != "off")
-    assert len(set(map(tuple, outputs.values()))) == 1
-
-
-def test_generate_without_a_terminal_is_plain_text_and_a_closing_line(endpoint: str) -> None:
-    result = specdec(
-        "generate", "def f(", "--seed", "7", "--gamma", "3", "--max-new-tokens", "16", SPECDEC_ENDPOINT=endpoint
-    )
-    assert result.returncode == 0, result.stderr
-    assert "\x1b" not in result.stdout + result.stderr
-    assert re.fullmatch(r"rounds \d+  alpha (\d\.\d\d|n/a)  tau \d+\.\d\d  \d+\.\d tokens/s\n", result.stderr)
-
-
-def test_generate_in_a_terminal_colours_tokens_by_source_and_shows_a_legend(endpoint: str) -> None:
-    args = ("generate", "import os\n", "--temperature", "0", "--max-new-tokens", "24", "--gamma", "3")
-    output = in_terminal(*args, endpoint=endpoint)
-    text, legend, _ = output.replace("\r\n", "\n").rsplit("\n", 3)[0:3]
-    plain = ANSI.sub("", output).replace("\r\n", "\n")
-    assert set(ANSI.findall(text)) & set(ANSI.findall(legend))
-    assert ANSI.sub("", legend) == "accepted  corrected  bonus  target-only"
-    assert re.search(r"alpha (0\.\d\d|1\.00)", plain)
-    assert plain.startswith(specdec(*args, "--endpoint", endpoint).stdout)
-
-
-def test_no_color_turns_colour_off_in_a_terminal(endpoint: str) -> None:
-    output = in_terminal("generate", "import os\n", "--max-new-tokens", "8", endpoint=endpoint, NO_COLOR="1")
-    assert "\x1b" not in output
-    assert "alpha" in output
-
-
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, *args: str, endpoint: str, **environ: str) -> None:
-        self._descriptor, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [*SPECDEC, *args, "--endpoint", endpoint], stdin=theirs, stdout=theirs, stderr=theirs,
-            env=ENVIRON | {"TERM": "xterm"} | environ,
-        )  # fmt: skip
-        os.close(theirs)
-        self.shown = ""
-        self._position = 0
-
-    def read_until(self, text: str) -> None:
-        """Reads on until `text` follows what was read up to before."""
-        while (found := self.shown.find(text, self._position)) < 0:
-            self.shown += os.read(self._descriptor, 4096).decode(errors="replace")
-        self._position = found + len(text)
-
-    def write(self, text: str) -> None:
-        os.write(self._descriptor, text.encode())
-
-    def end(self) -> str:
-        """Everything that was shown, once the command has ended well."""
-        with contextlib.suppress(OSError):  # the end of a terminal is an error to read
-            self.read_until("\0")
-        os.close(self._descriptor)
-        assert self.process.wait() == 0, self.shown
-        return self.shown
-
-
-def in_terminal(*args: str, endpoint: str, **environ: str) -> str:
-    """What a command shows on a terminal."""
-    return Terminal(*args, endpoint=endpoint, **environ).end()
-
-
-def test_chat_in_a_terminal_stops_an_answer_on_ctrl_c_and_leaves_on_ctrl_d(endpoint: str) -> None:
-    # Greedily the demo model answers this with 1,500 tokens of code: it cannot have ended by itself when it is stopped.
-    terminal = Terminal("chat", "--temperature", "0", "--max-new-tokens", "1500", endpoint=endpoint)
-    terminal.read_until("> ")
-    for _ in range(2):
-        terminal.write("import os\n")
-        terminal.read_until("\x1b[3")  # the first coloured token
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.read_until("stopped")
-        terminal.read_until("> ")
-    terminal.write("\x04")
-    shown = terminal.end()
-    assert "error" not in shown
-    assert "Traceback" not in shown
-
-
-def test_chat_answers_each_line_over_one_session(endpoint: str) -> None:
-    flags = ("--temperature", "0", "--max-new-tokens", "8", "--endpoint", endpoint)
-    result = specdec("chat", *flags, stdin="hello\nand again\n")
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count("rounds ") == 2
-
-
-@pytest.mark.parametrize(
-    ("args", "code_and_reason"),
-    [
-        (["generate", ""], "INVALID_ARGUMENT INVALID_REQUEST"),
-        (["generate", "x", "--temperature", "nan"], "INVALID_ARGUMENT INVALID_REQUEST"),
-        (["generate", "x", "--top-p", "0"], "INVALID_ARGUMENT INVALID_REQUEST"),
-        (["generate", "x", "--gamma", "4000"], "INVALID_ARGUMENT INVALID_REQUEST"),
-        (["generate", "x " * 9000], "INVALID_ARGUMENT CONTEXT_TOO_LONG"),
-    ],
-    ids=["empty prompt", "nan temperature", "top-p 0", "gamma", "long prompt"],
-)
-def test_a_refused_request_is_one_error_line(endpoint: str, args: list[str], code_and_reason: str) -> None:
-    result = specdec(*args, "--endpoint", endpoint)
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith(f"error: {code_and_reason}: ")
-    assert result.stderr.count("\n") == 1
 
 
 def test_health_of_a_running_system_is_serving(endpoint: str) -> None:
@@ -275,7 +104,8 @@ def test_up_with_two_tokenizers_says_so_before_anything_is_loaded(misfits: tuple
     result = specdec("up", "--listen", "127.0.0.1:0", "--target", target, "--draft", draft)
     assert (result.returncode, result.stdout) == (1, "")
     (line,) = complaints(result.stderr).splitlines()
-    assert line.startswith("error: FAILED_PRECONDITION VOCABULARY_MISMATCH: draft model ")
+    assert line.startswith("error: FAILED_PRECONDITION VOCABULARY_MISMATCH: ")
+    assert "--draft" in line
     assert all(fingerprint in line for fingerprint in fingerprints(misfits))
 
 
@@ -284,7 +114,7 @@ def test_up_ends_when_its_coordinator_refuses_a_replica(
 ) -> None:
     # A draft that got another tokenizer after the look at the files: the look is left out here.
     before = own_children()
-    monkeypatch.setattr(up, "require_same_vocabulary", lambda target, draft: None)
+    monkeypatch.setattr(up, "require_servable_pair", lambda models: None)
     args = ["up", "--listen", "127.0.0.1:0", "--target", str(misfits[0]), "--draft", str(misfits[1])]
     with pytest.raises(up.ChildFailed) as caught:
         up.run(build_parser(ENVIRON).parse_args(args), ENVIRON, threading.Event())

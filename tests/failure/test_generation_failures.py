@@ -284,11 +284,11 @@ async def test_a_message_over_the_limit_is_refused_before_it_is_read() -> None:
         await assert_nothing_left(rig, coordinator)
 
 
-async def test_resuming_beyond_the_output_is_data_loss() -> None:
+async def test_resuming_beyond_the_output_of_a_request_that_has_ended_is_the_callers_fault() -> None:
     async with started_coordinator() as (_, coordinator):
         await coordinator.generate(request(session_id="s", max_new_tokens=6))
         asked = request(None, session_id="s", resume_from=7)
-        assert await failure(coordinator, asked) == ("DATA_LOSS", "SESSION_LOST", "resume_from")
+        assert await failure(coordinator, asked) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "resume_from")
         whole = await coordinator.generate(request(None, session_id="s", resume_from=6))
         assert whole.token_ids == []
         assert whole.finished.usage.num_output_tokens == 6

@@ -117,11 +117,10 @@ def test_a_draft_redeployed_with_another_vocabulary_is_left_out_and_the_coordina
         (["--tokenizer", "no/such/model/dir"], 1, "error: INVALID_ARGUMENT INVALID_REQUEST: "),
         (["--tokenizer", "MODEL", "--redis-url", "redis://127.0.0.1:1"], 1, "error: UNAVAILABLE STORE_UNAVAILABLE: "),
         (["--tokenizer", "MODEL", "--listen", "TAKEN"], 1, "error: UNAVAILABLE REPLICA_UNAVAILABLE: cannot listen"),
-        (["--tokenizer", "MODEL", "--http", "127.0.0.1:0"], 2, "error: --http: is not available"),
         (["--tokenizer", "MODEL", "--redis-url", "memory://"], 2, "error: --redis-url memory:// needs"),
         ([], 2, "error: --tokenizer: Field required"),
     ],
-    ids=["bad model", "no redis", "taken port", "http", "memory without endpoints", "no tokenizer"],
+    ids=["bad model", "no redis", "taken port", "memory without endpoints", "no tokenizer"],
 )
 def test_what_keeps_it_from_starting_is_one_line_on_stderr(
     stack: Stack, models: tuple[Path, Path], arguments: list[str], code: int, line: str

@@ -13,13 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from bench.models import DEMO
+from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from specdec.errors import InvalidRequest, SpecdecError
 from specdec.vocabulary import load_vocabulary
-
-pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
-
-from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
 from tests.support.gguf_writing import write_gguf
 
 TARGET = DEMO / "target"
@@ -186,7 +182,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_digits_stay_alone_where_the_files_merges_were_learned_so(tmp_path: Path) -> None:
     """Blanks before a digit are one token then, as everywhere else, and not half of them the digit's."""
     path = write_gguf(TARGET, tmp_path / "demo.gguf", metadata={"tokenizer.ggml.pre": "smollm"})
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(locate_checkpoint(path, tokenizer_only=True))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(locate_checkpoint(path, small_files_only=True))
     assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import InvalidRequest, NotFound, SessionLost
+from specdec.errors import InvalidRequest, NotFound
 from specdec.types import TokenSource
 from tests.support.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator, text_of
 
@@ -97,8 +97,9 @@ async def test_a_session_is_resumed_by_id_from_any_of_its_tokens() -> None:
         assert rest.token_ids == whole.token_ids[13:]
         assert whole.text.endswith(rest.text)
         assert rest.request_id == whole.request_id
-        with pytest.raises(SessionLost):
+        with pytest.raises(InvalidRequest, match="at most the 20 tokens") as caught:
             await client.resume("s", 21).result()
+        assert caught.value.field == "resume_from"
 
 
 async def test_errors_arrive_as_the_tree_with_reason_and_field() -> None:

@@ -21,6 +21,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path("specdec/state/scripts")
 TESTS = "tests/contract/test_store_*.py"
+REGISTRY_SCRIPTS = ("publish.lua", "remove.lua", "replicas.lua")
+REGISTRY_TESTS = "tests/contract/test_registry_conformance.py"
 #: What runs in memory first; a Redis of its own, whose start costs more than most tests, for what outlives that.
 SELECTIONS = ("memory", "not memory and not embedded")
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=60"]
@@ -108,14 +110,14 @@ class _Copy:
             text=True,
         )
 
-    def passes(self) -> bool:
-        """Whether the tests pass on the scripts as they are now."""
-        return all(self._passes(selection) for selection in SELECTIONS)
+    def passes(self, tests: str) -> bool:
+        """Whether the tests, a glob of files, pass on the scripts as they are now."""
+        return all(self._passes(tests, selection) for selection in SELECTIONS)
 
-    def _passes(self, selection: str) -> bool:
+    def _passes(self, tests: str, selection: str) -> bool:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(selection, file=self._process.stdin, flush=True)
+        print(tests, selection, file=self._process.stdin, flush=True)
         return self._process.stdout.readline() == "0\n"
 
     def outlives(self, mutant: LuaMutant) -> bool:
@@ -125,7 +127,7 @@ class _Copy:
         lines[mutant.number - 1] = mutant.after
         path.write_text("\n".join(lines) + "\n")
         try:
-            return self.passes()
+            return self.passes(REGISTRY_TESTS if mutant.script in REGISTRY_SCRIPTS else TESTS)
         finally:
             path.write_text(text)
 
@@ -136,20 +138,21 @@ class _Copy:
 
 
 def _serve() -> None:
-    """Answers each line, a selection of tests, with their outcome in a child of its own."""
+    """Answers each line, a glob of files and a selection of their tests, with the outcome in a child of its own."""
     import pytest
 
     import specdec.state.embedded
     import specdec.state.redis_store  # noqa: F401
 
-    for selection in sys.stdin:
+    for line in sys.stdin:
         child = os.fork()
         if child == 0:
             sink = os.open(os.devnull, os.O_RDWR)
             for stream in range(3):
                 os.dup2(sink, stream)
-            files = sorted(map(str, Path().glob(TESTS)))
-            os._exit(int(pytest.main([*files, "-k", selection.strip(), *OPTIONS])))
+            tests, selection = line.strip().split(" ", 1)
+            files = sorted(map(str, Path().glob(tests)))
+            os._exit(int(pytest.main([*files, "-k", selection, *OPTIONS])))
         _, status = os.waitpid(child, 0)
         print(status, flush=True)
 
@@ -164,7 +167,7 @@ def survivors(mutants: list[LuaMutant]) -> list[LuaMutant]:
         copies: SimpleQueue[_Copy] = SimpleQueue()
         made = [_Copy(Path(folder) / str(index)) for index in range(NUM_WORKERS)]
         try:
-            if not made[0].passes():
+            if not all(made[0].passes(tests) for tests in (TESTS, REGISTRY_TESTS)):
                 raise RuntimeError("the contract tests fail on the scripts as they are")
             for copy in made:
                 copies.put(copy)

@@ -21,6 +21,8 @@ from specdec.rpc.client import open_link
 from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from tests.support.coordinator_rig import PROMPT, VOCABULARY, Service, start_service
 
+SEED = 5
+
 
 class NotedEngine:
     """An engine that notes what it is asked, and may be told not to answer."""
@@ -29,8 +31,11 @@ class NotedEngine:
         self._engine = engine
         self.asked: list[Any] = []
         """Every request, those that were not answered too."""
+        self.answered: list[Any] = []
         self.error: BaseException | None = None
         """Raised in place of every answer."""
+        self.drafts_nothing = False
+        """Every proposal is without tokens."""
         self.gates: dict[str, asyncio.Event] = {}
         """By session: what its calls wait for."""
 
@@ -40,11 +45,15 @@ class NotedEngine:
     async def propose(self, request: ProposeRequest) -> Proposal:
         await self._note(request)
         proposal: Proposal = await self._engine.propose(request)
+        if self.drafts_nothing:
+            proposal.draft_token_ids, proposal.supports, proposal.lost_mass = proposal.draft_token_ids[:0], (), ()
+        self.answered.append(proposal)
         return proposal
 
     async def verify(self, request: VerifyRequest) -> Verification:
         await self._note(request)
         verification: Verification = await self._engine.verify(request)
+        self.answered.append(verification)
         return verification
 
     async def _note(self, request: Any) -> None:
@@ -72,6 +81,25 @@ class NotedGamma(GammaChooser):
         super().observe(times)
 
 
+class NotedClock(DraftClock):
+    """What the pool's clock is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int]] = []
+        """Draft tokens and prefilled ones, of every deadline."""
+        self.told: list[tuple[int, int]] = []
+        """The same, of every answer."""
+
+    def deadline_s(self, num_tokens: int, num_prefilled: int) -> float:
+        self.asked.append((num_tokens, num_prefilled))
+        return super().deadline_s(num_tokens, num_prefilled)
+
+    def observe(self, num_tokens: int, num_prefilled: int, wait_s: float) -> None:
+        self.told.append((num_tokens, num_prefilled))
+        super().observe(num_tokens, num_prefilled, wait_s)
+
+
 class Rounds:
     """One session's rounds, without a limit on its output."""
 
@@ -85,17 +113,21 @@ class Rounds:
         temperature: float = 0.0,
         mode: Mode = Mode.REJECTION,
         draft_timeout_s: float | None = None,
+        epoch: int = 1,
+        turn: int = 0,
+        num_logprobs: int | None = None,
+        vocabulary_size: int = VOCABULARY,
     ) -> None:
         setting = RoundSetting(
             session_id=session_id,
-            epoch=1,
-            turn=0,
+            epoch=epoch,
+            turn=turn,
             output_start=len(prompt),
             filters=SamplingFilters(temperature=temperature),
-            seed=5,
+            seed=SEED,
             mode=mode,
-            num_logprobs=None,
-            vocabulary_size=VOCABULARY,
+            num_logprobs=num_logprobs,
+            vocabulary_size=vocabulary_size,
             draft_timeout_s=draft_timeout_s,
         )
         self.tokens = SessionTokens(prompt)
@@ -103,7 +135,8 @@ class Rounds:
         self.replicas.draft_pool = "default"
         self.replicas.target_fingerprint = pools.target_info.model_fingerprint
         self.gamma = NotedGamma(gamma)
-        self._runner = RoundRunner(setting, self.tokens, self.replicas, self.gamma, DraftClock())
+        self.draft_clock = NotedClock()
+        self._runner = RoundRunner(setting, self.tokens, self.replicas, self.gamma, self.draft_clock)
         self._num_run = 0
 
     async def run(self, remaining: int = 1000) -> RoundOutcome:

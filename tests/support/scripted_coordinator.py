@@ -52,6 +52,10 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
     scripts: list[Script]
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
+    served: pb.GetInfoResponse = field(default_factory=pb.GetInfoResponse)
+    """What GetInfo answers."""
+    tokenize_error: SpecdecError | None = None
+    """What Tokenize answers instead of token ids."""
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self.requests.append(request)
@@ -62,7 +66,12 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
             yield event
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:  # noqa: N802
+        if self.tokenize_error is not None:
+            refuse(self.tokenize_error, context)
         return pb.TokenizeResponse(token_ids=[len(request.text), len(request.messages.messages)])
+
+    def GetInfo(self, request: pb.GetInfoRequest, context: grpc.ServicerContext) -> pb.GetInfoResponse:  # noqa: N802
+        return self.served
 
     def DeleteSession(  # noqa: N802
         self, request: pb.DeleteSessionRequest, context: grpc.ServicerContext
@@ -75,6 +84,12 @@ def refuse(error: SpecdecError, context: grpc.ServicerContext) -> None:
     status = to_status(error)
     context.set_trailing_metadata(trailing_metadata(status))
     context.abort(next(code for code in grpc.StatusCode if code.value[0] == status.code), status.message)
+
+
+def pool(role: str, num_replicas: int = 1, **fields: object) -> pb.PoolInfo:
+    """A pool as GetInfo tells of it, with replicas role-0, role-1, ..."""
+    replicas = [pb.ReplicaInfo(replica_id=f"{role}-{index}", address=f"h{index}:1") for index in range(num_replicas)]
+    return pb.PoolInfo(name="default", role=role, model=f"{role}-model", replicas=replicas, **fields)
 
 
 def serve(servicer: ScriptedCoordinator, address: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:

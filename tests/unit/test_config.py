@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
+from coordinator.config import CoordinatorSettings
 from draft_service.config import DraftSettings
 from specdec.config import (
     AddressList,
@@ -174,3 +176,17 @@ def test_the_advertised_address_has_the_bound_port_and_a_host_that_can_be_dialle
     host, port = split_address(advertised_address("", "0.0.0.0:0", 4711))
     assert port == 4711
     assert host not in ("", "0.0.0.0")
+
+
+@pytest.mark.parametrize("settings_type", [DraftSettings, TargetSettings, CoordinatorSettings])
+def test_help_speaks_in_words_and_shows_no_flag_that_only_refuses(
+    settings_type: type[ServiceSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(settings_type, prog="service", argv=["--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.findall(r"\b(str|int|float|bool|tuple|list|null|None)\b|\[str|\(default: (?:none|\(\))?\)", shown) == []
+    assert "--listen HOST:PORT" in shown
+    assert "--drain-grace-s SECONDS" in shown
+    assert "--http" not in shown

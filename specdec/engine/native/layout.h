@@ -15,6 +15,9 @@ constexpr int ZERO = 128;                     // of a row as integers: the byte 
 constexpr int KEYS = 16;                      // tokens of a KV block
 constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
 
+// How a table of weights is stored; the caller says it by these numbers.
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };
+
 int64_t padded(int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
 
 int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
@@ -24,7 +27,8 @@ int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 // A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`; of int8 weights
 // [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP].
 struct Product {
-    const void* weights;     // float32, or int8 where `scales` is set
+    const void* weights;
+    int64_t format;          // of `weights`, a `Format`
     const float* scales;     // [padded outputs]: of int8 weights; null otherwise
     const int32_t* offsets;  // [padded outputs]: ZERO times the sum of an output's int8 weights; null otherwise
     const float* bias;       // [padded outputs] or null
@@ -52,7 +56,8 @@ struct Model {
     int64_t kv_heads;
     int64_t head_dim;
     int64_t mlp;
-    const float* embeddings;   // [rows of the table, hidden]
+    const void* embeddings;    // [rows of the table, hidden]
+    int64_t embedding_format;  // a `Format`, not INT8
     const float* cosines;      // [positions, head_dim]
     const float* sines;        // [positions, head_dim]
     const float* final_gains;  // [hidden]

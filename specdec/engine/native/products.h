@@ -1,6 +1,7 @@
-// Rows times weights in panels: y = or += x W^T + bias, with weights in float32 or int8.
+// Rows times weights in panels: y = or += x W^T + bias, with weights in float32, bfloat16, float16 or int8.
 //
-// A row alone and rows in company go through the same sums in the same order, whoever computes which panel. Included by
+// Weights of 16 bits become, as they are read, the float32 numbers that they are: half the memory, the same bits. A row
+// alone and rows in company go through the same sums in the same order, whoever computes which panel. Included by
 // `step.cpp`.
 
 #pragma once
@@ -13,6 +14,10 @@ namespace {
 constexpr int MAX_ROWS = LANES == 8 ? 4 : 8;
 constexpr int MAX_INT8_ROWS = LANES == 16 ? 6 : 2;  // each keeps two sums
 
+// How far ahead of what is multiplied weights are asked for.
+constexpr int PREFETCH_BYTES = 1024;
+constexpr int CACHE_LINE = 64;
+
 enum class Into { store, add };
 
 // y = or += result of one row and one vector of outputs.
@@ -21,13 +26,22 @@ inline void put(const Product& product, int64_t output, Vector result, float* y,
     store(y + output, into == Into::add ? load(y + output) + result : result);
 }
 
+// Fetches BYTES of what will be read after `from`. One or two rows wait for memory alone, as float32 does in any number,
+// and the processor runs ahead by itself; more rows of shorter weights keep it multiplying, and it would ask too late.
+template <int BYTES>
+inline void ask_ahead(const void* from) {
+    for (int at = 0; at < BYTES; at += CACHE_LINE)
+        __builtin_prefetch(static_cast<const char*>(from) + PREFETCH_BYTES + at);
+}
+
 // ROWS rows of x times one panel. Weights are read once and stay in registers for all rows.
-template <int ROWS>
+template <int ROWS, class Weight>
 void multiply_rows(const Product& product, int64_t panel, const float* x, int64_t x_stride, float* y, int64_t y_stride,
                    Into into) {
     Vector sums[ROWS][PANEL_VECTORS] = {};
-    const float* from = static_cast<const float*>(product.weights) + panel * product.inputs * PANEL;
+    const Weight* from = static_cast<const Weight*>(product.weights) + panel * product.inputs * PANEL;
     for (int64_t input = 0; input < product.inputs; ++input, from += PANEL) {
+        if constexpr (ROWS > 2 && sizeof(Weight) < sizeof(float)) ask_ahead<PANEL * sizeof(Weight)>(from);
         Vector weights[PANEL_VECTORS];
         for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(from + part * LANES);
 #pragma GCC unroll 8
@@ -44,14 +58,15 @@ void multiply_rows(const Product& product, int64_t panel, const float* x, int64_
             put(product, panel * PANEL + part * LANES, sums[row][part], y + row * y_stride, into);
 }
 
+template <class Weight>
 void multiply_panel(const Product& product, int64_t panel, const float* x, int64_t x_stride, int64_t rows, float* y,
                     int64_t y_stride, Into into) {
     while (rows > 0) {
         int done = 1;
-#define SPECDEC_ROWS(n)                                                     \
-    if (n <= MAX_ROWS && rows >= n) {                                       \
-        multiply_rows<n>(product, panel, x, x_stride, y, y_stride, into);   \
-        done = n;                                                           \
+#define SPECDEC_ROWS(n)                                                           \
+    if (n <= MAX_ROWS && rows >= n) {                                             \
+        multiply_rows<n, Weight>(product, panel, x, x_stride, y, y_stride, into); \
+        done = n;                                                                 \
     } else
         SPECDEC_ROWS(8)
         SPECDEC_ROWS(7)
@@ -60,7 +75,7 @@ void multiply_panel(const Product& product, int64_t panel, const float* x, int64
         SPECDEC_ROWS(4)
         SPECDEC_ROWS(3)
         SPECDEC_ROWS(2)
-        multiply_rows<1>(product, panel, x, x_stride, y, y_stride, into);
+        multiply_rows<1, Weight>(product, panel, x, x_stride, y, y_stride, into);
 #undef SPECDEC_ROWS
         rows -= done;
         x += done * x_stride;
@@ -137,6 +152,7 @@ void multiply_int8_rows(const Product& product, int64_t panel, const Batch& batc
     Integers highs[ROWS][PANEL_VECTORS] = {}, lows[ROWS][PANEL_VECTORS] = {};
     const int8_t* from = static_cast<const int8_t*>(product.weights) + panel * stride * PANEL;
     for (int64_t input = 0; input < stride; input += GROUP, from += PANEL * GROUP) {
+        if constexpr (ROWS > 2) ask_ahead<PANEL * GROUP>(from);
         Integers weights[PANEL_VECTORS];
         for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load_bytes(from + part * LANES * GROUP);
 #pragma GCC unroll 8
@@ -188,10 +204,12 @@ void multiply_int8_panel(const Product& product, int64_t panel, const Batch& bat
 void apply(const Product& product, const Batch& batch, const float* x, int64_t x_stride, int64_t rows, float* y,
            int64_t y_stride, Into into) {
     const int64_t panels = padded(product.outputs) / PANEL;
-    if (!product.scales) {
+    if (product.format != INT8) {
+        const auto multiply = product.format == BFLOAT16  ? multiply_panel<Bfloat16>
+                              : product.format == FLOAT16 ? multiply_panel<Float16>
+                                                          : multiply_panel<float>;
 #pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < panels; ++panel)
-            multiply_panel(product, panel, x, x_stride, rows, y, y_stride, into);
+        for (int64_t panel = 0; panel < panels; ++panel) multiply(product, panel, x, x_stride, rows, y, y_stride, into);
         return;
     }
     const int64_t stride = grouped(product.inputs);

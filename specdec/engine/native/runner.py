@@ -1,7 +1,9 @@
 """A worker whose steps are one call into the compiled kernels.
 
 It lays weights out as the kernels read them and a plan as the arrays they take (`layout.h`); what a step computes
-stands in `step.cpp`. Only Llama-shaped models in float32 or with int8 weights, on a CPU (`NativeRunner.fits`). Called
+stands in `step.cpp`. Weights
+that 16 bits hold exactly are kept in 16 bits. Only Llama-shaped models that calculate in float32, on a CPU
+(`NativeRunner.fits`). Called
 by `engine.loader`.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
 from itertools import accumulate, chain
 from typing import cast
 
@@ -36,6 +39,7 @@ _MOST_INT8_INPUTS = (1 << 31) // (255 * _LARGEST_INT8)
 class _Product(Structure):
     _fields_ = [
         ("weights", c_void_p),
+        ("format", c_int64),
         ("scales", c_void_p),
         ("offsets", c_void_p),
         ("bias", c_void_p),
@@ -68,6 +72,7 @@ class _Model(Structure):
         ("head_dim", c_int64),
         ("mlp", c_int64),
         ("embeddings", c_void_p),
+        ("embedding_format", c_int64),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("final_gains", c_void_p),
@@ -109,6 +114,26 @@ def _require_range(values: Sequence[int], size: int, what: str, of_what: str) ->
         raise IndexError(f"a {what} is outside the {size} {of_what}")
 
 
+class _Format(IntEnum):
+    """How a table of weights is stored; as `Format` in `layout.h`."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    INT8 = 3
+
+
+_FORMAT_OF = {torch.float32: _Format.FLOAT32, torch.bfloat16: _Format.BFLOAT16, torch.float16: _Format.FLOAT16}
+
+
+def _shortest(weight: torch.Tensor) -> torch.Tensor:
+    """The same numbers in 16 bits where these hold every one of them, as they do what was stored in 16 bits."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal((short := weight.to(dtype)).float(), weight):
+            return short
+    return weight
+
+
 def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[outputs, inputs] -> integers in float32 [outputs, inputs], scales [outputs]."""
     # An output whose weights are all 0 keeps them: any scale will do.
@@ -128,8 +153,19 @@ class NativeRunner:
         shape: ModelShape,
         *,
         is_int8: bool,
+        is_compact: bool,
     ) -> None:
-        """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
+        """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`.
+
+        Args:
+            library: the kernels.
+            model: on a CPU, in float32.
+            cache: the KV pool.
+            kinds: how each layer attends.
+            shape: what is told of the worker.
+            is_int8: round the layers' weights to integers.
+            is_compact: keep in 16 bits what they hold exactly; the logits have the same bits either way.
+        """
         self.shape = shape
         self._library = library
         library.specdec_step.argtypes = [POINTER(_Model), POINTER(_Batch), c_int]
@@ -139,6 +175,7 @@ class NativeRunner:
         self._max_queries: int = library.specdec_max_queries()
         self._kept: list[torch.Tensor] = []  # what the structures point to
         self._num_embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+        self._is_compact = is_compact
         self._model = self._describe_model(model, kinds, is_int8)
         self._batch = _Batch()
         self._numbers = np.empty(0, dtype=np.int64)
@@ -162,6 +199,11 @@ class NativeRunner:
         """What a weight [out, in] is multiplied as, where weights are int8."""
         integers, scale = _quantise(weight)
         return integers.mul_(scale[:, None])
+
+    @property
+    def weight_bytes(self) -> int:
+        """What is read of memory for the weights, all of them: embeddings and tables of positions included."""
+        return sum(tensor.nbytes for tensor in self._kept)
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
@@ -259,6 +301,7 @@ class NativeRunner:
         with torch.inference_mode():
             cosines, sines = inner.rotary_emb(torch.empty(0), positions)
         qk_norm = getattr(first, "q_norm", inner.norm)
+        embeddings = self._compact(inner.embed_tokens.weight.detach())
         self._layers = layers
         return _Model(
             layers=layers,
@@ -268,7 +311,8 @@ class NativeRunner:
             kv_heads=first.k_proj.out_features // first.head_dim,
             head_dim=first.head_dim,
             mlp=model.config.intermediate_size,
-            embeddings=self._keep(inner.embed_tokens.weight),
+            embeddings=self._keep(embeddings),
+            embedding_format=_FORMAT_OF[embeddings.dtype],
             cosines=self._keep(cosines[0]),
             sines=self._keep(sines[0]),
             final_gains=self._keep(inner.norm.weight),
@@ -304,6 +348,7 @@ class NativeRunner:
         weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
         outputs, inputs = weight.shape
         scales = offsets = bias = None
+        format_ = _Format.INT8
         if linears[0].bias is not None:
             bias = self._keep(self._pad(torch.cat([linear.bias.detach() for linear in linears])))
         if is_int8:
@@ -314,10 +359,16 @@ class NativeRunner:
             groups = rounded.to(torch.int8).view(-1, self._panel, rounded.shape[1] // self._group, self._group)
             packed = groups.transpose(1, 2)
         else:
+            weight = self._compact(weight)
+            format_ = _FORMAT_OF[weight.dtype]
             packed = self._pad(weight).view(-1, self._panel, inputs).transpose(1, 2)
         return _Product(
-            weights=self._keep(packed), scales=scales, offsets=offsets, bias=bias, inputs=inputs, outputs=outputs
-        )
+            weights=self._keep(packed), format=format_, scales=scales, offsets=offsets, bias=bias,
+            inputs=inputs, outputs=outputs,
+        )  # fmt: skip
+
+    def _compact(self, weight: torch.Tensor) -> torch.Tensor:
+        return _shortest(weight) if self._is_compact else weight
 
     def _pad(self, rows: torch.Tensor) -> torch.Tensor:
         """[outputs, ...] -> [whole panels of outputs, ...], zeros appended."""

@@ -33,6 +33,20 @@ void normalise(const float* x, const float* gains, int64_t width, float epsilon,
     for (int64_t at = 0; at < width; at += LANES) store(to + at, load(x + at) * scale * load(gains + at));
 }
 
+template <class Weight>
+void embed_from(const void* table, int64_t token_id, int64_t width, float* to) {
+    const Weight* from = static_cast<const Weight*>(table) + token_id * width;
+    for (int64_t at = 0; at < width; at += LANES) store(to + at, load(from + at));
+}
+
+void embed(const Model& model, int64_t token_id, float* to) {
+    switch (model.embedding_format) {
+        case BFLOAT16: return embed_from<Bfloat16>(model.embeddings, token_id, model.hidden, to);
+        case FLOAT16: return embed_from<Float16>(model.embeddings, token_id, model.hidden, to);
+        default: return embed_from<float>(model.embeddings, token_id, model.hidden, to);
+    }
+}
+
 void normalise_rows(const float* x, const float* gains, const Batch& batch, int64_t width, float epsilon, float* to) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < batch.tokens; ++row)
@@ -121,8 +135,7 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
         float* scores = batch->scores + omp_get_thread_num() * MAX_QUERIES * batch->scores_width;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < batch->tokens; ++row)
-            std::memcpy(batch->hidden + row * model->hidden, model->embeddings + batch->token_ids[row] * model->hidden,
-                        model->hidden * sizeof(float));
+            embed(*model, batch->token_ids[row], batch->hidden + row * model->hidden);
         for (int64_t layer = 0; layer < model->num_layers; ++layer)
             run_layer(*model, model->layers[layer], *batch, scores);
 #pragma omp for schedule(static)

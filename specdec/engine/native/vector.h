@@ -49,6 +49,66 @@ inline Integers load_bytes(const int8_t* from) {
     return vector;
 }
 
+// A number of 16 bits, as a type of its own: the upper half of a float32 (bfloat16), or IEEE 754's binary16.
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+inline float float_of(uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+// By instructions: GCC's own conversion of vectors goes lane by lane.
+inline Vector load(const Bfloat16* from) {
+#if defined(__AVX512F__)
+    __m256i halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return reinterpret_cast<Vector>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#elif defined(__AVX2__)
+    __m128i halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return reinterpret_cast<Vector>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#elif defined(__aarch64__)
+    uint16x4_t halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return vreinterpretq_f32_u32(vshll_n_u16(halves, 16));
+#else
+    Vector vector;
+    for (int lane = 0; lane < LANES; ++lane) vector[lane] = float_of(static_cast<uint32_t>(from[lane].bits) << 16);
+    return vector;
+#endif
+}
+
+inline Vector load(const Float16* from) {
+#if defined(__AVX512F__)
+    __m256i halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return _mm512_cvtph_ps(halves);
+#elif defined(__F16C__) && defined(__AVX2__)
+    __m128i halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return _mm256_cvtph_ps(halves);
+#elif defined(__aarch64__)
+    float16x4_t halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return vcvt_f32_f16(halves);
+#else
+    // Shifted into place, the exponent is 112 too small, and those of infinity and of what is no number are not enough.
+    Vector vector;
+    for (int lane = 0; lane < LANES; ++lane) {
+        const uint32_t sign = (from[lane].bits & 0x8000u) << 16, rest = (from[lane].bits & 0x7fffu) << 13;
+        const float size = rest < 0x7c00u << 13 ? float_of(rest) * 0x1p112f : float_of(rest | 0x7f800000u);
+        vector[lane] = sign ? -size : size;
+    }
+    return vector;
+#endif
+}
+
 inline void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
 
 inline Vector broadcast(float value) { return value - Vector{}; }

@@ -58,11 +58,11 @@ def test_eps_zero_leaves_the_law_exactly_unchanged(source: Path, tmp_path: Path)
     assert torch.equal(law(source), law(deep(source, tmp_path / "deep", num_layers=3, eps=0.0)))
 
 
-def test_the_layers_are_really_there_in_float32_with_tokenizer_and_eos(source: Path, tmp_path: Path) -> None:
+def test_the_layers_are_really_there_in_16_bits_with_tokenizer_and_eos(source: Path, tmp_path: Path) -> None:
     made = deep(source, tmp_path / "deep", num_layers=5, eps=0.1)
     model = LlamaForCausalLM.from_pretrained(made)
     assert model.config.num_hidden_layers == 7
-    assert model.dtype == torch.float32
+    assert model.dtype == torch.float16
     assert model.generation_config.eos_token_id == 7
     assert (made / "tokenizer.json").exists()
     assert model.model.layers[6].self_attn.o_proj.weight.abs().max() > 0

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from specdec.cli.__main__ import run
-from specdec.errors import InvalidRequest, NotFound, SessionLost, Unsupported
+from specdec.client.endpoints import check_endpoint
+from specdec.errors import InvalidRequest, NotFound, Unsupported
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.scripted_coordinator import Script, ScriptedCoordinator, finished, serve, started, tokens
-
-Serve = Callable[..., tuple[ScriptedCoordinator, dict[str, str]]]
-
-
-@pytest.fixture
-def coordinator() -> Iterator[Serve]:
-    servers = []
-
-    def start(*scripts: Script) -> tuple[ScriptedCoordinator, dict[str, str]]:
-        servicer = ScriptedCoordinator(list(scripts))
-        server, endpoint = serve(servicer)
-        servers.append(server)
-        return servicer, {"SPECDEC_ENDPOINT": endpoint}
-
-    yield start
-    for server in servers:
-        server.stop(None)
-
-
-def answer(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    sources = "ac" if request.return_provenance else ""
-    return [started(request), tokens(0, [1, 2], sources), finished(2, pb.FINISH_REASON_STOP_STRING)]
+from tests.support.scripted_coordinator import finished, pool, started, tokens
+from tests.unit.cli.conftest import Serve, answer
 
 
 def test_generate_writes_the_text_to_stdout_and_the_closing_line_to_stderr(
@@ -64,8 +45,11 @@ def test_generate_json_prints_one_object_with_the_names_of_the_proto(
 def test_every_flag_of_generate_reaches_its_field(coordinator: Serve) -> None:
     servicer, environ = coordinator(answer)
     flags = "--max-new-tokens 7 --temperature 0.5 --top-p 0.25 --top-k 3 --seed 11 --gamma 2 --mode block --json"
+    flags += " --min-p 0.125 --stop END --stop ;"
     assert run(["generate", "hi", *flags.split()], environ) == 0
-    expected = pb.SamplingParams(max_new_tokens=7, temperature=0.5, top_p=0.25, top_k=3, seed=11)
+    expected = pb.SamplingParams(
+        max_new_tokens=7, temperature=0.5, top_p=0.25, top_k=3, seed=11, min_p=0.125, stop=["END", ";"]
+    )
     assert servicer.requests[0].sampling == expected
     assert servicer.requests[0].speculation == pb.SpeculationParams(mode=pb.SPECULATION_MODE_BLOCK, gamma=2)
 
@@ -89,7 +73,8 @@ def test_an_error_of_the_server_is_one_line_with_code_and_reason(
 def test_nobody_listening_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "hi", "--endpoint", "127.0.0.1:1"], {}) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: UNAVAILABLE REPLICA_UNAVAILABLE: 127.0.0.1:1")
+    start = "error: UNAVAILABLE COORDINATOR_UNAVAILABLE: no coordinator at 127.0.0.1:1; start one with `specdec up` ("
+    assert err.startswith(start)
     assert err.count("\n") == 1
 
 
@@ -98,13 +83,24 @@ def test_nobody_listening_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixt
     [
         [],
         ["fly"],
-        ["generate"],
         ["generate", "hi", "--mode", "fast"],
+        ["generate", "hi", "--json", "--json-lines"],
+        ["generate", "hi", "--logprobs", "2"],
+        ["generate", "hi", "--endpoint", "http://127.0.0.1:50051"],
+        ["chat", "--endpoint", "localhost"],
+        ["status", "--endpoint", "127.0.0.1:0"],
+        ["status", "--endpoint", "::1:50051"],
+        ["health", "127.0.0.1"],
         ["generate", "hi", "--temperature", "hot"],
         ["generate", "hi", "--max", "7"],
         ["chat", "hi"],
         ["up", "--replicas-target", "0"],
-        ["up", "--target", "x"],
+        ["up", "--target", "x", "--replicas-draft", "1"],
+        ["up", "--metrics", "nowhere"],
+        ["up", "--metrics", "127.0.0.1:65534"],
+        ["up", "--max-context-tokens", "0"],
+        ["up", "--num-threads-draft", "0"],
+        ["up", "--log-level", "loud"],
         ["up", "--listen", "nowhere"],
         ["up", "--listen", "127.0.0.1:70000"],
         ["up", "--http", "127.0.0.1:8000"],
@@ -120,6 +116,154 @@ def test_a_usage_error_is_one_line_and_exit_code_2(args: list[str], capsys: pyte
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("http://127.0.0.1:8000", "without http://, got 'http://127.0.0.1:8000'; did you mean 127.0.0.1:8000?"),
+        ("https://host/v1", "without https://, got 'https://host/v1'; did you mean host:50051?"),
+        ("localhost", "with a port, got 'localhost'; did you mean localhost:50051?"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_one_says_what_was_meant(
+    endpoint: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "hi"], {"SPECDEC_ENDPOINT": endpoint}) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("endpoint", ["[::1]:50051", "a-b.c:1", "ipv4:127.0.0.1:1,127.0.0.1:2", "unix:///tmp/x"])
+def test_what_can_be_dialled_is_an_endpoint(endpoint: str) -> None:
+    assert check_endpoint(endpoint) == endpoint
+
+
+@pytest.mark.parametrize("args", [["generate", "-"], ["generate"]], ids=" ".join)
+def test_standard_input_is_a_prompt_to_its_last_byte(
+    args: list[str], coordinator: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, environ = coordinator(answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n    return\n"))
+    assert run(args, environ) == 0
+    assert servicer.requests[0].prompt == "def f(x):\n    return\n"
+
+
+def test_generate_without_a_prompt_at_a_terminal_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = io.StringIO("never read")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert run(["generate"], {}) == 2
+    assert "required: PROMPT" in capsys.readouterr().err
+    assert terminal.tell() == 0
+
+
+def test_json_lines_are_an_object_a_chunk_and_then_the_whole(
+    coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, environ = coordinator(lambda r: [started(r), tokens(0, [1, 2]), tokens(2, [3]), finished(3)])
+    assert run(["generate", "hi", "--json-lines"], environ) == 0
+    first, second, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"event": "tokens", "index": 0, "token_ids": [1, 2], "text": "<1><2>"}
+    assert (second["index"], second["token_ids"]) == (2, [3])
+    assert (last["event"], last["token_ids"], last["text"]) == ("finished", [1, 2, 3], "<1><2><3>")
+    assert last["stats"]["wire_bytes"] == 9
+
+
+class Interrupting(io.StringIO):
+    """Sends Ctrl-C once it shows the second token."""
+
+    def write(self, text: str) -> int:
+        num_written = super().write(text)
+        if "<2>" in text and "cancelled" not in text:
+            os.kill(os.getpid(), signal.SIGINT)
+        return num_written
+
+
+@pytest.mark.parametrize("shape", [[], ["--json-lines"]], ids=["text", "json-lines"])
+def test_ctrl_c_shows_what_came_and_is_exit_code_130(
+    shape: list[str], coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, environ = coordinator(lambda r: [started(r), *(tokens(index, [index + 1]) for index in range(5000))])
+    stdout = Interrupting()
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert run(["generate", "hi", *shape], environ) == 130
+    if not shape:
+        assert stdout.getvalue() == "<1><2>\n"
+        assert capsys.readouterr().err == "stopped after 2 tokens  alpha n/a\n"
+        return
+    shown = json.loads(stdout.getvalue().splitlines()[-1])
+    assert (shown["text"], shown["token_ids"], shown["finish_reason"]) == ("<1><2>", [1, 2], "cancelled")
+
+
+@pytest.mark.parametrize("shape", ["--json", "--json-lines"])
+def test_logprobs_are_shown_with_each_token(shape: str, coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    def with_logprobs(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        chunk = tokens(0, [5], "a")
+        chunk.tokens.details[0].logprob = -0.5
+        chunk.tokens.details[0].top_logprobs.add(token_id=7, logprob=-0.25)
+        return [started(request), chunk, finished(1)]
+
+    servicer, environ = coordinator(with_logprobs)
+    assert run(["generate", "hi", shape, "--logprobs", "1"], environ) == 0
+    (detail,) = json.loads(capsys.readouterr().out.splitlines()[0])["details"]
+    assert (detail["text"], detail["source"], detail["logprob"]) == ("<5>", "accepted", -0.5)
+    assert detail["top_logprobs"] == [{"token_id": 7, "logprob": -0.25}]
+    assert servicer.requests[0].sampling.logprobs == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "pools", "shown"),
+    [
+        ([], [pool("draft", alpha=0.02, gamma=0.1), pool("target")], "drafting paused: it did not pay (alpha 0.02)"),
+        ([], [pool("draft", alpha=0.5, gamma=3.0), pool("target")], "alpha n/a  tau 1.00"),
+        ([], [pool("draft"), pool("target")], "alpha n/a  tau 1.00"),
+        ([], [pool("target")], "target-only: no draft replica is alive"),
+        (["--mode", "off"], [pool("draft", alpha=0.02, gamma=0.0)], "target-only, as asked"),
+        (["--gamma", "0"], [pool("draft", alpha=0.02, gamma=0.0)], "target-only, as asked"),
+    ],
+)
+def test_an_output_without_a_draft_token_says_why_as_far_as_it_is_known(
+    flags: list[str], pools: list[pb.PoolInfo], shown: str, coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(lambda r: [started(r), tokens(0, [1, 2], "tt"), finished(2)])
+    servicer.served = pb.GetInfoResponse(pools=pools)
+    assert run(["generate", "hi", *flags], environ) == 0
+    assert capsys.readouterr().err == f"rounds 2  {shown}  4.0 tokens/s\n"
+
+
+def test_status_is_a_row_a_replica_with_gamma_and_alpha_of_drafts(
+    coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.served = pb.GetInfoResponse(
+        version="9", target_model="[bold]m", max_context_tokens=512, max_gamma=8,
+        pools=[pool("draft", 2, alpha=0.75, gamma=3.5), pool("target")],
+    )  # fmt: skip
+    servicer.served.pools[1].replicas[0].num_sessions = 7
+    servicer.served.pools[1].replicas[0].kv_usage = 0.25
+    assert run(["status"], environ) == 0
+    title, header, first, second, third = capsys.readouterr().out.splitlines()
+    assert title == "specdec 9  [bold]m  context 512 tokens  gamma at most 8"
+    assert header.split() == ["role", "pool", "model", "gamma", "alpha", "replica", "address", "sessions", "kv"]
+    assert first.split() == ["draft", "default", "draft-model", "3.5", "0.75", "draft-0", "h0:1", "0", "0%"]
+    assert second.split() == ["draft-1", "h1:1", "0", "0%"]
+    assert third.split() == ["target", "default", "target-model", "target-0", "h0:1", "7", "25%"]
+
+
+def test_status_json_has_what_the_server_told_and_a_lost_target_is_told(
+    coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.served = pb.GetInfoResponse(version="9", pools=[pool("draft")])
+    assert run(["status", "--json"], environ) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["version"] == "9"
+    assert (shown["pools"][0]["role"], shown["pools"][0]["alpha"]) == ("draft", None)
+    assert shown["pools"][0]["replicas"][0]["replica_id"] == "draft-0"
+    assert run(["status"], environ) == 0
+    assert "no target replica is alive" in capsys.readouterr().err
+
+
 def test_text_that_is_not_unicode_is_refused_before_it_is_sent(
     coordinator: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,58 +271,6 @@ def test_text_that_is_not_unicode_is_refused_before_it_is_sent(
     assert run(["generate", "\udcff"], environ) == 1
     assert capsys.readouterr().err.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: prompt:")
     assert servicer.requests == []
-
-
-def test_a_line_that_is_not_unicode_is_refused_before_it_is_sent(
-    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    servicer, environ = coordinator(answer)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
-    assert run(["chat"], environ) == 1
-    assert capsys.readouterr().err.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: messages[0].content:")
-    assert servicer.requests == []
-
-
-def test_chat_keeps_one_session_and_sends_the_whole_conversation(
-    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    servicer, environ = coordinator(answer)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
-    assert run(["chat"], environ) == 0
-    first, second = servicer.requests
-    assert first.session_id == second.session_id
-    assert [(m.role, m.content) for m in second.messages.messages] == [
-        ("user", "hello"),
-        ("assistant", "<1><2>"),
-        ("user", "again"),
-    ]
-    assert servicer.deleted == [first.session_id]
-    assert capsys.readouterr().out == "<1><2>\n<1><2>\n"
-
-
-def test_chat_goes_on_with_its_messages_when_the_session_was_lost_and_says_so(
-    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    servicer, environ = coordinator(answer, lambda r: [SessionLost("expected 5 tokens, it holds 0")], answer)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
-    assert run(["chat"], environ) == 0
-    first, refused, again = servicer.requests
-    assert [request.HasField("expected_session_tokens") for request in (first, refused, again)] == [False, True, False]
-    assert refused.expected_session_tokens == 3 + 2
-    assert again.messages == refused.messages
-    assert servicer.deleted == [first.session_id] * 2
-    shown = capsys.readouterr()
-    assert shown.out == "<1><2>\n<1><2>\n"
-    assert "expected 5 tokens, it holds 0; asking again" in shown.err
-
-
-def test_chat_with_a_model_without_template_is_one_error_line(
-    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, environ = coordinator(lambda r: [InvalidRequest("the model has no chat template", reason="NO_CHAT_TEMPLATE")])
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    assert run(["chat"], environ) == 1
-    assert capsys.readouterr().err == "error: INVALID_ARGUMENT NO_CHAT_TEMPLATE: the model has no chat template\n"
 
 
 def test_health_of_a_server_without_the_service_is_an_error_line(
@@ -204,7 +296,9 @@ def test_bench_runs_every_prompt_with_and_without_speculation_and_deletes_its_se
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     flags = ["--prompts", str(tmp_path / "prompts.txt"), "--repeats", "2", "--gamma", "3", "--json"]
     assert run(["bench", *flags], environ) == 0
-    shown = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [f"{number} of 4 pairs" for number in (1, 2, 3, 4)]
+    shown = json.loads(captured.out)
     assert (shown["speedup"], shown["num_pairs"]) == (1.0, 4)
     assert shown["speculative"]["draft_efficiency"] == 0.5
     modes = [request.speculation.mode for request in servicer.requests]

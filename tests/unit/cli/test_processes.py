@@ -60,17 +60,6 @@ def test_a_service_sees_its_own_arguments_and_main(tmp_path: Path, environ: Mapp
     child.stop()
 
 
-def test_what_makes_a_start_long_is_told_while_it_starts(
-    tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = '{"level": "INFO", "message": "compiling step graph 1/2 (5 rows)", "progress": "1/2"}'
-    child = Child("target-0", write_module(tmp_path, f"print('loading')\nprint({record!r})"), [], environ)
-    wait_for_end(child)
-    assert child.last_words() == "loading"
-    assert capsys.readouterr().err == "[target-0] compiling step graph 1/2 (5 rows)\n"
-    child.stop()
-
-
 def test_after_the_start_lines_are_relayed_with_the_childs_name_and_info_records_are_not(
     tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,19 +95,24 @@ def write_records(directory: Path, *records: Mapping[str, str]) -> str:
     return write_module(directory, f"print({lines!r})")
 
 
-def test_warnings_are_told_while_it_starts_and_the_last_record_is_its_stage(
+def test_records_from_info_up_are_told_while_it_starts_and_the_last_one_is_its_stage(
     tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [
         {"level": "info", "message": "loading /m"},
         {"level": "warning", "message": "slower without\nnative kernels"},
         {"level": "info", "message": "warming up"},
+        {"level": "debug", "message": "a detail"},
     ]
     child = Child("target-0", write_records(tmp_path, *records), [], environ)
     wait_for_end(child)
     assert child.last_words() == "exit code 0"
-    assert child.stage == "warming up"
-    assert capsys.readouterr().err == "[target-0] slower without native kernels\n"
+    assert child.stage == "a detail"
+    assert capsys.readouterr().err.splitlines() == [
+        "[target-0] loading /m",
+        "[target-0] slower without native kernels",
+        "[target-0] warming up",
+    ]
     child.stop()
 
 
@@ -129,7 +123,7 @@ def test_an_error_record_is_told_and_is_the_last_word(
     child = Child("target-0", write_records(tmp_path, *records), [], environ)
     wait_for_end(child)
     assert child.last_words() == "the device is gone"
-    assert capsys.readouterr().err == "[target-0] the device is gone\n"
+    assert capsys.readouterr().err == "[target-0] the device is gone\n[target-0] stopped\n"
     child.stop()
 
 

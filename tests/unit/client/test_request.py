@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.client.request import GenerateOptions, build_request
+from specdec.client.request import ChatMessage, GenerateOptions, TextPart, build_request
 from specdec.client.results import Completion, GenerationStats, Usage
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
@@ -94,6 +94,53 @@ def test_what_does_not_fit_a_message_is_refused_by_field(prompt: str | None, opt
     with pytest.raises(InvalidRequest) as caught:
         build_request(prompt, options)
     assert caught.value.field == field
+
+
+def test_messages_may_stand_where_the_prompt_does() -> None:
+    messages: list[ChatMessage] = [{"role": "user", "content": "hello"}]
+    by_position, by_name = build_request(messages, {}), build_request(None, GenerateOptions(messages=messages))
+    assert by_position.WhichOneof("input") == "messages"
+    assert by_position.messages == by_name.messages
+
+
+def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
+    content: list[TextPart] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    request = build_request([{"role": "user", "content": content}], {})
+    assert request.messages.messages[0].content == "one\ntwo"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field", "words"),
+    [
+        ([1, 2], {}, "prompt", "prompt_token_ids"),
+        (7, {}, "prompt", "got int"),
+        ({"role": "user", "content": "x"}, {}, "prompt", "list of messages"),
+        ([{"role": "user", "content": "x"}], {"messages": []}, "messages", "once"),
+        ([{"role": "user", "content": "x", "name": "n"}], {}, "messages", "got role, content, name"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+            {},
+            "messages[0].content",
+            "image_url",
+        ),
+        ([{"role": "user", "content": ["text"]}], {}, "messages[0].content", "'str'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages[0].content", '"text": ...'),
+    ],
+)
+def test_what_is_neither_prompt_nor_messages_is_refused_by_name(
+    prompt: Any, options: Any, field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(prompt, options)
+    assert caught.value.field == field
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_token"])
+def test_the_names_of_other_sdks_ask_whether_ours_was_meant(name: str) -> None:
+    options: Any = {name: 7}
+    with pytest.raises(TypeError, match=rf"{name} \(did you mean max_new_tokens\?\)"):
+        build_request("p", options)
 
 
 def test_an_option_that_does_not_exist_is_a_type_error() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -105,6 +106,24 @@ def test_before_the_first_token_the_whole_request_is_sent_again_under_the_same_i
     )
     assert completion.token_ids == (5,)
     assert all(request == servicer.requests[0] for request in servicer.requests)
+
+
+@pytest.mark.parametrize("error", [LeaseLost("the lease of session s is not ours any more"), StaleEpoch("taken")])
+def test_a_lease_lost_while_the_request_was_admitted_is_asked_again_beyond_the_budget_of_a_beginning(
+    error: SpecdecError,
+) -> None:
+    servicer = ScriptedCoordinator(
+        [
+            lambda r: [soon(error)],
+            lambda r: [soon(SessionBusy("busy"))],
+            lambda r: [started(r), tokens(0, [5]), finished(1)],
+        ]
+    )
+    server, endpoint = serve(servicer)
+    with Client(endpoint, budgets=Budgets(connect_s=0, resume_s=5)) as client:
+        assert client.generate("p").token_ids == (5,)
+    server.stop(None)
+    assert servicer.requests[0] == servicer.requests[1] == servicer.requests[2]
 
 
 def test_attempts_that_begin_well_and_bring_nothing_end_with_the_budget(run: Run) -> None:
@@ -213,10 +232,20 @@ def test_an_endpoint_that_accepts_and_says_nothing_is_given_up_soon() -> None:
 
 def test_an_endpoint_where_nobody_listens_is_named_in_the_error() -> None:
     with Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client:
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
-            client.generate("p")
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
-            client.info()
+        for call in (partial(client.generate, "p"), client.info):
+            with pytest.raises(
+                Unavailable, match=r"no coordinator at 127\.0\.0\.1:1; start one with `specdec up`"
+            ) as caught:
+                call()
+            assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
+
+
+def test_a_coordinator_without_targets_is_not_called_missing(run: Run) -> None:
+    with pytest.raises(Unavailable) as caught:
+        run([lambda r: [Unavailable("target: failed to connect to all addresses", retry_after_s=60)]])
+    assert (caught.value.reason, caught.value.message) == (
+        "REPLICA_UNAVAILABLE", "target: failed to connect to all addresses",
+    )  # fmt: skip
 
 
 def test_leaving_a_stream_cancels_the_call_at_the_server() -> None:

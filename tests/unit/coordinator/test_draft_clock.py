@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.round.draft_clock import DEADLINE_MULTIPLE, LEAST_DEADLINE_S, DraftClock
+from coordinator.round.draft_clock import (
+    DEADLINE_MULTIPLE,
+    FIRST_PREFILL_S,
+    FIRST_WAIT_S,
+    LEAST_DEADLINE_S,
+    PREFILL_MULTIPLE,
+    DraftClock,
+)
+from coordinator.round.gamma import MAX_PREFILLED
 
 GAMMA = 4
 
@@ -38,7 +46,37 @@ def test_what_one_token_takes_on_a_busy_machine_is_not_taken_for_each_of_many() 
 
 
 def test_an_unknown_draft_is_not_waited_for_as_long_as_for_a_request() -> None:
-    assert LEAST_DEADLINE_S <= DraftClock().deadline_s(GAMMA, 20) <= 0.5
+    assert DraftClock().deadline_s(GAMMA, 20) == pytest.approx(DEADLINE_MULTIPLE * FIRST_WAIT_S)
+    prompt_s = PREFILL_MULTIPLE * 1000 * FIRST_PREFILL_S
+    assert DraftClock().deadline_s(GAMMA, 1000) == pytest.approx(DEADLINE_MULTIPLE * FIRST_WAIT_S + prompt_s)
+
+
+@pytest.mark.parametrize("num_prefilled", [2, 4000])
+def test_the_pools_first_answer_says_nothing(num_prefilled: int) -> None:
+    clock = DraftClock()
+    clock.observe(GAMMA, num_prefilled, 1000.0)
+    for _ in range(3):
+        clock.observe(GAMMA, 2, 0.2)
+    assert clock.deadline_s(GAMMA, 2) == pytest.approx(DEADLINE_MULTIPLE * 0.2)
+    assert clock.deadline_s(GAMMA, 4000) < 100.0
+
+
+def test_a_few_tokens_to_read_are_part_of_the_usual_wait() -> None:
+    clock = DraftClock()
+    for _ in range(100):
+        clock.observe(GAMMA, MAX_PREFILLED, 0.2)
+    for num_prefilled in (0, MAX_PREFILLED):
+        assert clock.deadline_s(GAMMA, num_prefilled) == pytest.approx(DEADLINE_MULTIPLE * 0.2)
+
+
+@pytest.mark.parametrize("prefill_s", [0.0, 2e-4])
+def test_what_a_prompt_takes_is_learned_without_what_drafting_takes_and_what_was_is_forgotten(prefill_s: float) -> None:
+    clock = warm(0.05)
+    for now_s in (10 * prefill_s, prefill_s):
+        for _ in range(1500):
+            clock.observe(GAMMA, 1000, GAMMA * 0.05 + 1000 * now_s)
+    prompt_s = PREFILL_MULTIPLE * 4000 * prefill_s
+    assert clock.deadline_s(GAMMA, 4000) == pytest.approx(DEADLINE_MULTIPLE * GAMMA * 0.05 + prompt_s, rel=0.02)
 
 
 @pytest.mark.parametrize("prefill_s", [1e-5, 1e-3, 2e-2])

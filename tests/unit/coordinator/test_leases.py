@@ -21,7 +21,6 @@ class HeldStore:
     def __init__(self, store: SessionStore) -> None:
         self._store = store
         self.taken, self.gate = asyncio.Event(), asyncio.Event()
-        self.released: list[bool] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -79,7 +78,7 @@ async def test_a_session_is_only_made_where_that_is_asked_for(store: SessionStor
 async def abandoned(held: HeldStore, *, create: bool) -> None:
     """An acquisition that is cancelled after the store has done it and before that is known."""
     taking = asyncio.ensure_future(leases(held).acquire("s", create=create))
-    await held.taken.wait()
+    await asyncio.wait_for(held.taken.wait(), 10)
     taking.cancel()
     await asyncio.sleep(0)
     held.gate.set()

@@ -1,20 +1,23 @@
-"""Rounds against real services: what is sent of a session, how often a failing draft is asked, who takes a target's
-place, and what a round tells of itself."""
+"""Rounds against real services: what is sent of a session, who takes a target's place, and what a round tells of
+itself. A draft that fails: `test_draft_calls`."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from coordinator.replicas.lateness import FIRST_PAUSE_S
-from coordinator.replicas.pool import DRAFT, TARGET
+from coordinator.replicas.pool import TARGET
 from specdec import errors
-from specdec.errors import Internal, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
+from specdec.core.block import verify_block
+from specdec.core.random import DrawKey
+from specdec.core.rejection import Decision, verify_rejection
+from specdec.errors import Internal, InvalidRequest, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import Mode
-from tests.support.coordinator_rig import PROMPT, eventually
-from tests.support.round_rig import RoundRig
+from tests.support.coordinator_rig import PROMPT
+from tests.support.round_rig import SEED, RoundRig
 
 # ---- what is sent ------------------------------------------------------------------------------------------------
 
@@ -31,6 +34,20 @@ async def test_after_accepted_drafts_only_what_no_replica_has_run_is_sent() -> N
         assert [outcome.num_cached_tokens for outcome in outcomes] == rig.targets[0].starts
         told = rounds.gamma.told[1:]
         assert [(times.num_prefilled, times.num_draft_prefilled) for times in told] == [(1, 2)] * 4
+
+
+async def test_every_request_says_whose_round_it_is_and_how_it_is_drawn() -> None:
+    async with RoundRig(draft_salt=0) as rig:
+        rounds = rig.rounds(temperature=0.5, epoch=7, turn=3, num_logprobs=2)
+        for _ in range(2):
+            await rounds.run()
+        for engine in (rig.drafts[0], rig.targets[0]):
+            asked = [request.position for request in engine.asked]
+            assert [(at.session_id, at.epoch, at.round_id, at.seed, at.turn, at.output_start) for at in asked] == [
+                ("s", 7, round_id, SEED, 3, len(PROMPT)) for round_id in range(2)
+            ]
+            assert {at.filters.temperature for at in asked} == {0.5}
+        assert [request.num_logprobs for request in rig.targets[0].asked] == [2, 2]
 
 
 async def test_after_a_rejection_a_replica_is_sent_everything_from_the_rejected_token_on_and_misses_nothing() -> None:
@@ -83,111 +100,24 @@ async def test_a_sampled_round_of_the_targets_own_model_is_accepted_whole(mode: 
         assert [len(request.position.token_ids) for request in rig.targets[0].asked] == [len(PROMPT), 1, 1, 1]
 
 
-# ---- a draft that fails ------------------------------------------------------------------------------------------
-
-
-async def test_a_draft_that_keeps_failing_is_asked_less_and_less_often_but_never_given_up() -> None:
-    async with RoundRig() as rig:
-        rounds = rig.rounds()
-        rig.drafts[0].error = Internal("no draft")
-        asked_in = []
-        for index in range(260):
-            before = len(rig.drafts[0].asked)
+@pytest.mark.parametrize(
+    ("mode", "rule", "other"),
+    [(Mode.REJECTION, verify_rejection, verify_block), (Mode.BLOCK, verify_block, verify_rejection)],
+)
+async def test_a_sampled_round_is_decided_by_the_rule_of_its_mode_with_draws_keyed_by_where_it_began(
+    mode: Mode, rule: Callable[..., Decision], other: Callable[..., Decision]
+) -> None:
+    num_unlike = 0
+    async with RoundRig(draft_salt=1) as rig:
+        rounds = rig.rounds(temperature=1.0, mode=mode)
+        for _ in range(30):
+            key = DrawKey(SEED, 0, len(rounds.tokens))
             outcome = await rounds.run()
-            assert (outcome.num_draft_tokens, len(outcome.token_ids)) == (0, 1)
-            if len(rig.drafts[0].asked) > before:
-                asked_in.append(index)
-            assert outcome.target_only_cause == ("INTERNAL" if asked_in[-1] == index else "paused")
-        assert asked_in == [0, 1, 3, 7, 15, 31, 63, 127, 191, 255]
-
-
-async def test_a_draft_that_answers_again_is_asked_in_every_round_and_its_failures_are_forgotten() -> None:
-    async with RoundRig() as rig:
-        rounds = rig.rounds()
-        draft = rig.drafts[0]
-        for _ in range(2):
-            draft.error = Internal("no draft")
-            assert [(await rounds.run()).target_only_cause for _ in range(4)] == [
-                "INTERNAL", "INTERNAL", "paused", "INTERNAL",
-            ]  # fmt: skip
-            assert [(await rounds.run()).target_only_cause for _ in range(3)] == ["paused"] * 3
-            draft.error = None
-            assert [(await rounds.run()).target_only_cause for _ in range(3)] == [""] * 3
-
-
-async def test_a_draft_that_is_gone_is_out_of_use_at_once_and_the_session_takes_another() -> None:
-    async with RoundRig(drafts=2, draft_salt=0) as rig:
-        rounds = rig.rounds()
-        await rounds.run()
-        serving, other = sorted(range(2), key=lambda index: -len(rig.drafts[index].asked))
-        await rig.of(DRAFT)[serving].kill()
-        outcome = await rounds.run()
-        assert outcome.target_only_cause == "REPLICA_UNAVAILABLE"
-        assert [replica.is_alive for replica in rig.pools.drafts("default")].count(False) == 1
-        assert (await rounds.run()).num_accepted == 3
-        await rig.of(DRAFT)[other].kill()
-        assert (await rounds.run()).target_only_cause == "REPLICA_UNAVAILABLE"
-        assert (await rounds.run()).target_only_cause == "no_replica"
-
-
-async def test_a_session_whose_draft_fails_goes_to_another_draft_of_its_pool() -> None:
-    async with RoundRig(drafts=2, draft_salt=0) as rig:
-        rounds = rig.rounds()
-        await rounds.run()
-        serving, other = sorted(rig.drafts, key=lambda draft: -len(draft.asked))
-        serving.error = Internal("no draft")
-        assert (await rounds.run()).target_only_cause == "INTERNAL"
-        assert (await rounds.run()).num_accepted == 3
-        assert (len(serving.asked), len(other.asked)) == (2, 1)
-        assert other.starts == [0]
-
-
-async def test_a_draft_that_hangs_costs_one_deadline_and_is_left_alone_until_it_is_heard_of() -> None:
-    async with RoundRig(drafts=2, draft_salt=0) as rig:
-        rounds = rig.rounds(draft_timeout_s=0.2)
-        await rounds.run()
-        serving, other = sorted(rig.drafts, key=lambda draft: -len(draft.asked))
-        serving.gates["s"] = asyncio.Event()
-        late = await rounds.run()
-        assert late.target_only_cause == "late"
-        assert late.draft_s >= 0.1
-        assert [(await rounds.run()).num_accepted for _ in range(6)] == [3] * 6
-        assert (len(serving.asked), len(other.asked)) == (2, 6)
-        told = rounds.gamma.told[1]
-        assert (told.num_asked, told.num_draft_tokens, told.draft_s) == (0, 0, 0.0)
-
-
-async def test_the_only_draft_is_tried_again_by_one_session_after_a_pause_and_comes_back_with_its_answer() -> None:
-    async with RoundRig(draft_salt=0) as rig:
-        rounds = rig.rounds(draft_timeout_s=0.2)
-        await rounds.run()
-        gate = rig.drafts[0].gates["s"] = asyncio.Event()
-        assert [(await rounds.run()).target_only_cause for _ in range(3)] == ["late", "no_replica", "no_replica"]
-        replica = rig.pools.drafts("default")[0]
-        assert replica.lateness.is_marked
-        gate.set()
-        async with asyncio.timeout(FIRST_PAUSE_S * 10):
-            await eventually(lambda: replica.is_in_use)
-        assert not replica.lateness.is_marked
-        assert (await rounds.run()).num_accepted == 3
-
-
-async def test_a_draft_that_answers_others_is_busy_and_its_lateness_counts_as_the_sessions_failure() -> None:
-    async with RoundRig(draft_salt=0) as rig:
-        late = rig.rounds(draft_timeout_s=0.5)
-        await late.run()
-        rig.drafts[0].gates["s"] = asyncio.Event()
-        causes = []
-        for index in range(3):
-            rounds = asyncio.ensure_future(late.run())
-            others = itertools.count()
-            while not rounds.done():
-                await rig.rounds(session_id=f"other-{index}-{next(others)}").run()
-            causes.append((await rounds).target_only_cause)
-        assert causes == ["late", "late", "paused"]
-        replica = rig.pools.drafts("default")[0]
-        assert replica.is_in_use
-        assert replica.lateness.slack == 1.0  # the other session's answers keep their deadlines
+            proposal, verification = rig.drafts[0].answered[-1], rig.targets[0].answered[-1]
+            laws = (proposal.draft_token_ids, proposal.supports, verification.rows, key)
+            assert outcome.token_ids == rule(*laws).token_ids
+            num_unlike += outcome.token_ids != other(*laws).token_ids
+    assert num_unlike > 0
 
 
 # ---- how much is asked -------------------------------------------------------------------------------------------
@@ -245,13 +175,15 @@ async def test_a_failed_target_is_taken_to_hold_nothing_when_the_session_comes_b
         assert len(first.asked) == 3  # nothing was missing
 
 
-async def test_a_target_that_is_gone_is_out_of_use_at_once() -> None:
+async def test_a_target_that_is_gone_is_out_of_use_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async with RoundRig(targets=2, drafts=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
         serving = max(range(2), key=lambda index: len(rig.targets[index].asked))
         await rig.of(TARGET)[serving].kill()
         await rounds.run()
+        address = rig.of(TARGET)[serving].address
+        assert any(message.startswith(f"target replica {address} failed: {address}") for message in caplog.messages)
         assert [replica.is_alive for replica in rig.pools.targets()].count(False) == 1
         await rig.of(TARGET)[1 - serving].kill()
         with pytest.raises(Unavailable):
@@ -279,6 +211,41 @@ async def test_the_fault_of_the_last_target_is_the_rounds_own() -> None:
         assert sorted(len(target.asked) for target in rig.targets) == [1, 1]
 
 
+async def test_what_the_last_target_finds_wrong_with_its_question_is_told_as_its_fault_with_its_name() -> None:
+    async with RoundRig(drafts=0) as rig:
+        rounds = rig.rounds()
+        rig.targets[0].error = InvalidRequest("temperature is 9")
+        address = rig.of(TARGET)[0].address
+        with pytest.raises(Internal, match=f"^target {address} refused a verification: INVALID_ARGUMENT ") as raised:
+            await rounds.run()
+        assert isinstance(raised.value.__cause__, InvalidRequest)
+
+
+async def test_a_target_that_chooses_outside_the_vocabulary_is_named() -> None:
+    async with RoundRig(drafts=0) as rig:
+        address = rig.of(TARGET)[0].address
+        with pytest.raises(Internal, match=f"^target {address} answered token id "):
+            await rig.rounds(vocabulary_size=0).run()
+
+
+async def test_only_the_model_that_a_replica_said_it_serves_may_answer() -> None:
+    async with RoundRig(draft_salt=0) as rig:
+        rounds = rig.rounds()
+        await rounds.run()
+        draft = rig.pools.drafts("default")[0]
+        assert draft.info is not None
+        draft.info = replace(draft.info, model_fingerprint="another")
+        assert (await rounds.run()).target_only_cause == "REPLICA_UNAVAILABLE"
+        assert len(rig.drafts[0].asked) == 1
+        target = rig.pools.targets()[0]
+        assert target.info is not None
+        target.info = replace(target.info, model_fingerprint="another")
+        rounds.replicas.target_fingerprint = "another"
+        with pytest.raises(Unavailable):
+            await rounds.run()
+        assert len(rig.targets[0].asked) == 2
+
+
 # ---- what a round tells ------------------------------------------------------------------------------------------
 
 
@@ -298,7 +265,9 @@ async def test_rounds_of_others_at_the_same_target_are_told_apart_from_ones_own(
 async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds(gamma=3)
+        began = time.perf_counter()
         outcome = await rounds.run()
+        assert 0 < outcome.draft_s < outcome.draft_s + outcome.verify_s <= time.perf_counter() - began
         told = rounds.gamma.told[0]
         assert (told.num_asked, told.num_draft_tokens, told.num_accepted) == (3, 3, 3)
         assert told.committed_len == told.num_prefilled == told.num_draft_prefilled == len(PROMPT)
@@ -309,4 +278,15 @@ async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() ->
         assert outcome.wire_bytes > 0
         alone = await rounds.run(1)
         assert (alone.target_only_cause, alone.draft_s, len(alone.token_ids)) == ("off", 0.0, 1)
+        told = rounds.gamma.told[1]
+        assert (told.num_asked, told.draft_s, told.num_draft_prefilled, told.num_prefilled) == (0, 0.0, 0, 1)
         assert 0 < alone.wire_bytes < outcome.wire_bytes
+
+
+async def test_what_is_asked_of_the_draft_and_of_the_target_both_count_on_the_wire() -> None:
+    prompt = [5] * 400
+    async with RoundRig(draft_salt=0) as rig:
+        both = (await rig.rounds(prompt=prompt).run()).wire_bytes
+        alone = (await rig.rounds(prompt=prompt, gamma=0).run()).wire_bytes
+    assert alone > len(prompt)
+    assert both > 1.5 * alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import count
 
 import pytest
@@ -39,6 +40,15 @@ async def test_a_replica_that_answers_others_is_waited_for() -> None:
         replica.engine.release_held.set()
         assert len((await held).draft_token_ids) == 3
         busy.cancel()
+
+
+async def test_a_loop_that_stands_still_itself_takes_nobody_for_silent() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        await link.propose(ask("heard before"))
+        asked = asyncio.create_task(link.propose(ask(), patience=Patience(SILENCE_S, NEVER_S)))
+        await asyncio.sleep(0)
+        time.sleep(3 * SILENCE_S)  # noqa: ASYNC251 - what is tested
+        assert len((await asked).draft_token_ids) == 3
 
 
 async def test_a_replica_that_falls_silent_later_is_given_up_too() -> None:

@@ -1,0 +1,33 @@
+"""What a failed gRPC call of the client means: one error of the tree, whoever made it.
+
+Not here: whether the call is tried again (`recovery`). Called by both clients.
+"""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+
+from specdec.errors import ClientClosed, SpecdecError, Unavailable
+from specdec.rpc.status import DETAILS_KEY, from_rpc_error
+
+# In gRPC's words; the last is of names that no address belongs to.
+_NOT_CONNECTED = re.compile("failed to connect to all addresses|connections to all backends failing|resolution")
+
+
+def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
+    """The error that a call to the coordinator at `endpoint` ended with."""
+    ours = from_rpc_error(error, peer=endpoint)
+    if not isinstance(ours, Unavailable) or not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        return ours
+    details = error.details() or ""
+    if DETAILS_KEY in dict(error.trailing_metadata() or ()) or not _NOT_CONNECTED.search(details):
+        return ours
+    message = f"no coordinator at {endpoint}; start one with `specdec up` ({details})"
+    return Unavailable(message, reason="COORDINATOR_UNAVAILABLE")
+
+
+def closed() -> ClientClosed:
+    """A call of a client that is closed."""
+    return ClientClosed("the client is closed; make a new one")

@@ -1,0 +1,79 @@
+"""How many CPU threads a step takes, by measurement: one, all cores but one, or all.
+
+A step waits for its slowest thread, and coordinator, store and client run beside it: where they have no core left, a
+step that is faster by itself makes slower rounds (docs/LOG.md), unless it is faster by far. Not here: threads that the
+caller has set, which stay. Called by `engine.loader`, on a worker that nobody uses yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+
+_log = logging.getLogger(__name__)
+
+#: Rows of the steps that are timed: a single token, and a round of four draft tokens and the one before them.
+_ROWS = (1, 5)
+#: By what share of its time more threads must shorten a round.
+_WORTH_A_CORE = 0.1
+#: The same where they leave no core to others: a fifth was measured to be too little, a half to be enough.
+_WORTH_THE_LAST_CORE = 0.3
+#: And so many seconds: for less, what others take of that core in a round costs more.
+_WORTH_THE_LAST_CORE_S = 0.005
+_MEASURING_S = 0.5
+_MOST_CYCLES = 8
+
+
+def choose_threads(round_s: Mapping[int, float], num_cores: int) -> int:
+    """The number of threads to take.
+
+    Args:
+        round_s: by number of threads, seconds that a round's steps take with so many. Not empty.
+        num_cores: so many threads leave none to others.
+    """
+    chosen = min(round_s)
+    for count in sorted(round_s):
+        share, least_s = (_WORTH_A_CORE, 0.0) if count < num_cores else (_WORTH_THE_LAST_CORE, _WORTH_THE_LAST_CORE_S)
+        if round_s[chosen] - round_s[count] > max(share * round_s[chosen], least_s):
+            chosen = count
+    return chosen
+
+
+def measure_rounds(
+    worker: Worker, counts: Sequence[int], clock: Callable[[], float] = time.perf_counter
+) -> Mapping[int, float]:
+    """Seconds of a round by number of threads: the best of a few, taken by turns; half a second in all.
+
+    Where steps are so long that this is not enough, each kind is run once. Leaves some of `counts` set.
+    """
+    rows = [min(count, worker.shape.max_context_tokens) for count in _ROWS]
+    plans = [StepPlan((SequenceSlice((0,) * count, 0, (0,), count),)) for count in rows]
+    best: dict[tuple[int, int], float] = {}
+    began_s = clock()
+    for _ in range(_MOST_CYCLES):
+        for count in counts:
+            torch.set_num_threads(count)
+            for index, plan in enumerate(plans):
+                step_began_s = clock()
+                worker.execute(plan)
+                best[count, index] = min(clock() - step_began_s, best.get((count, index), float("inf")))
+        if clock() - began_s > _MEASURING_S:
+            break
+    return {count: sum(best[count, index] for index in range(len(plans))) for count in counts}
+
+
+def settle_threads(worker: Worker) -> None:
+    """Sets this process's threads, for a worker on a CPU, to what makes its rounds fastest, and says so."""
+    num_cores = torch.get_num_threads()
+    if worker.shape.device != "cpu" or num_cores < 2:
+        return
+    round_s = measure_rounds(worker, sorted({1, num_cores - 1, num_cores}))
+    num_threads = choose_threads(round_s, num_cores)
+    torch.set_num_threads(num_threads)
+    told = ", ".join(f"{seconds * 1e3:.1f} ms with {count}" for count, seconds in round_s.items())
+    _log.info("threads: %d (a step of one row and one of five: %s)", num_threads, told)

@@ -1,0 +1,153 @@
+"""What a checkpoint's small files tell before anything is loaded: whether it can be served, and beside which other.
+
+Not the loader's checks (`specdec.engine.loader`), which see the model itself: what passes here may be refused there.
+Reads JSON and tokenizers, never weights, and imports no torch. Called by `specdec up` and where a replica starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from specdec.checkpoint import locate_checkpoint, require_plain_weights
+from specdec.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
+from specdec.gguf import is_gguf
+from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
+
+_CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_MASKED_NAMES = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+
+#: Files that say what kind of tokens a checkpoint speaks; where they are the same bytes, so is the vocabulary.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
+
+
+def require_servable(model: str, *, flag: str) -> None:
+    """Looks at a checkpoint's folder: its configuration, whether there is a tokenizer, whether there are weights.
+
+    Args:
+        model: a checkpoint directory or a hub id, of which the small files alone are brought here.
+        flag: what it was given by; messages begin with it.
+
+    Raises:
+        InvalidRequest: no such checkpoint, or a file of it is missing or unreadable.
+        Unsupported: its type is no decoder-only language model that is known here, or its weights are quantised in a
+            way that is not read.
+    """
+    if is_gguf(Path(model).expanduser()):  # its conversion tells
+        return
+    with _naming(flag):
+        directory = locate_checkpoint(model, small_files_only=True)
+        config = _read_config(model, directory)
+        _require_decoder_only(model, config)
+        require_plain_weights(model, config.get("quantization_config"))
+        if not (directory / "tokenizer.json").is_file():
+            raise InvalidRequest(f"model {model!r} has no tokenizer.json", field="model")
+        # Of a hub id the weights come later.
+        if Path(model).expanduser().is_dir() and not _has_weights(directory):
+            raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
+
+
+def require_servable_pair(models: Mapping[str, str]) -> None:
+    """Looks at a target, and at a draft that is to speak the same tokens.
+
+    Args:
+        models: by the flags that they were given by, the target first; one alone is looked at, too.
+
+    Raises:
+        InvalidRequest, Unsupported: as `require_servable`, or a tokenizer is unreadable.
+        VocabularyMismatch: the vocabularies differ; the message holds both fingerprints.
+    """
+    for flag, model in models.items():
+        require_servable(model, flag=flag)
+    seen: dict[tuple[bytes, ...], tuple[str, int]] = {}
+    described: list[tuple[str, int]] = []
+    for flag, model in models.items():
+        with _naming(flag):
+            files = _vocabulary_files(locate_checkpoint(model, small_files_only=True))
+            if files not in seen:
+                vocabulary = load_vocabulary(model)
+                seen[files] = vocabulary_fingerprint(vocabulary), len(vocabulary)
+            described.append(seen[files])
+    if len(set(described)) > 1:
+        told = " and ".join(
+            f"{flag} {model!r} has {size} tokens, fingerprint {fingerprint}"
+            for (flag, model), (fingerprint, size) in zip(models.items(), described, strict=True)
+        )
+        raise VocabularyMismatch(f"a draft must have its target's vocabulary: {told}")
+
+
+@contextmanager
+def _naming(flag: str) -> Iterator[None]:
+    try:
+        yield
+    except SpecdecError as error:
+        raise type(error)(f"{flag}: {error.message}", reason=error.reason, field=error.field) from error
+
+
+def _read_config(model: str, directory: Path) -> Mapping[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise InvalidRequest(f"model {model!r} has no config.json", field="model")
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"model {model!r} has an unreadable config.json: {error}", field="model") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InvalidRequest(f"model {model!r} has a config.json that names no model_type", field="model")
+    return config
+
+
+def _require_decoder_only(model: str, config: Mapping[str, Any]) -> None:
+    types = _known_types()
+    kind = config["model_type"][:64]
+    if types is None:  # the loader will tell
+        return
+    if kind not in types[_CAUSAL_NAMES]:
+        if "auto_map" in config:
+            raise Unsupported(f"model {model!r} needs code of its own, which is never run")
+        raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model known here")
+    # Types that are both are encoders, unless they are told to be a decoder.
+    is_encoder = kind in types[_MASKED_NAMES] and not config.get("is_decoder")
+    if is_encoder or config.get("is_encoder_decoder"):
+        raise Unsupported(f"model {model!r} is of type {kind} and an encoder, not a decoder-only language model")
+
+
+@cache
+def _known_types() -> Mapping[str, frozenset[str]] | None:
+    """The model types that transformers has a class for, by task; None where it keeps them otherwise than we know.
+
+    Read from its source: importing the tables imports torch, which takes longer than all that is looked at here.
+    """
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return None
+    try:
+        source = (Path(package.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+        tables = dict(_tables(ast.parse(source)))
+    except (OSError, ValueError, TypeError, IndexError, SyntaxError):
+        return None
+    return tables if tables.keys() == {_CAUSAL_NAMES, _MASKED_NAMES} else None
+
+
+def _tables(module: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
+    """The keys of `NAME = OrderedDict([(key, value), ...])`, for both names."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+            name = node.targets[0].id
+            if name in (_CAUSAL_NAMES, _MASKED_NAMES):
+                yield name, frozenset(key for key, _ in ast.literal_eval(node.value.args[0]))
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(next(directory.glob(pattern), None) for pattern in ("*.safetensors", "*.bin"))
+
+
+def _vocabulary_files(directory: Path) -> tuple[bytes, ...]:
+    paths = (directory / name for name in _VOCABULARY_FILES)
+    return tuple(path.read_bytes() if path.is_file() else b"" for path in paths)

@@ -1,0 +1,184 @@
+"""`specdec up`: what it says and refuses, what its children get of its flags, and that it keeps them running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.processes import free_ports
+from specdec.client import Client
+from specdec.errors import InvalidRequest
+from tests.support.tiny_models import build_tiny_model
+from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@contextlib.contextmanager
+def running(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    up, endpoint = start_up(*flags)
+    try:
+        yield up, endpoint
+    finally:
+        up.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ValueError):  # a test that has read all of it
+            up.communicate()
+
+
+def no_folder(model: Path, folder: Path) -> Path:
+    return folder / "nowhere"
+
+
+def no_checkpoint(model: Path, folder: Path) -> Path:
+    return model / "model.safetensors"
+
+
+def no_tokenizer(model: Path, folder: Path) -> Path:
+    for file in model.iterdir():
+        if "token" not in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def encoder(model: Path, folder: Path) -> Path:
+    (folder / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    return folder
+
+
+def unknown(model: Path, folder: Path) -> Path:
+    (folder / "config.json").write_text('{"model_type": "llama9"}')
+    return folder
+
+
+@pytest.mark.parametrize("fault", [no_folder, no_checkpoint, no_tokenizer, encoder, unknown])
+@pytest.mark.parametrize("flag", ["--target", "--draft"])
+def test_a_model_that_cannot_be_served_is_told_by_its_flag_before_anything_is_loaded(
+    model: Path, tmp_path: Path, flag: str, fault: Callable[[Path, Path], Path]
+) -> None:
+    wrong = str(fault(model, tmp_path))
+    models = {"--target": str(model), "--draft": str(model)} | {flag: wrong}
+    result = specdec("up", "--listen", "127.0.0.1:0", *(word for pair in models.items() for word in pair))
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = complaints(result.stderr).splitlines()
+    assert re.match(rf"error: [A-Z_]+ [A-Z_]+: {flag}: model '{re.escape(wrong)}' ", line), line
+    assert "target-0" not in result.stderr
+
+
+def test_the_first_line_says_what_happens_and_then_what_each_service_is_loading(model: Path) -> None:
+    flags = ["--target", str(model), "--draft", str(model)]
+    with running(*flags) as (up, _):
+        up.send_signal(signal.SIGTERM)
+        _, stderr = up.communicate()
+    lines = [line for line in stderr.splitlines() if not re.match(r"starting \([1-9]", line)]
+    assert lines[0] == f"starting (0 s): checking {model} and {model}"
+    for name in ("target-0", "draft-0"):
+        told = [line.removeprefix(f"[{name}] ") for line in lines if line.startswith(f"[{name}] ")]
+        patterns = [
+            r"loading /.*",
+            r"loading weights of /.* to cpu",
+            r"loaded weights in \d+\.\d s",
+            r"KV cache of \d+ blocks: \d+ tokens in all, sessions of up to \d+",
+            r"self-check: .*",
+            r"self-check passed in \d+\.\d s",
+            r"warming up",
+            r"listening",
+        ]
+        assert len(told) == len(patterns)
+        assert all(re.fullmatch(pattern, line) for pattern, line in zip(patterns, told, strict=True)), told
+    assert complaints(stderr) == ""
+
+
+def test_a_target_alone_is_served_without_speculation_and_a_note_says_so(model: Path) -> None:
+    with running("--target", str(model)) as (up, endpoint):
+        assert len(children_of(up)) == 2
+        with Client(endpoint) as client:
+            completion = client.generate(prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, max_new_tokens=8)
+        assert (len(completion.token_ids), completion.stats.num_draft_tokens) == (8, 0)
+        up.send_signal(signal.SIGTERM)
+        _, stderr = up.communicate()
+    (note,) = complaints(stderr).splitlines()
+    assert note == "note: no --draft was given: target-only, every token takes a step of the target"
+
+
+def test_metrics_threads_context_and_log_level_reach_every_service(model: Path) -> None:
+    first_port = 20_000 + free_ports(1)[0] % 10_000
+    flags = ["--metrics", f"127.0.0.1:{first_port}", "--num-threads-target", "2", "--num-threads-draft", "1"]
+    flags += ["--max-context-tokens", "48", "--log-level", "info"]
+    with running("--target", str(model), "--draft", str(model), *flags) as (up, endpoint):
+        pages = [scraped(first_port + offset) for offset in range(3)]
+        assert "specdec:num_requests_running" in pages[0]
+        assert 'role="target"' in pages[1]
+        assert 'role="draft"' in pages[2]
+        with Client(endpoint) as client:
+            assert client.info().max_context_tokens == 48
+            with pytest.raises(InvalidRequest, match="context is 48"):
+                client.generate(prompt_token_ids=[5] * 49, max_new_tokens=1)
+        threads = {}
+        for role in ("target", "draft"):
+            words = Path(f"/proc/{child_running(up, f'{role}_service')}/cmdline").read_text().split("\0")
+            threads[role] = words[words.index("--num-threads") + 1]
+        assert threads == {"target": "2", "draft": "1"}
+        os.kill(child_running(up, "draft_service"), signal.SIGTERM)
+        assert up.stderr is not None
+        for line in up.stderr:  # an info record of a service that has started
+            if re.fullmatch(r"\[draft-0\] draining replica_id=draft-\w+ grace_s=3\.0\n", line):
+                break
+
+
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+        page: bytes = response.read()
+    return page.decode()
+
+
+@pytest.mark.parametrize("service", ["target_service", "draft_service", "coordinator"])
+def test_a_killed_service_is_started_again_at_its_address_and_a_running_stream_goes_on(service: str) -> None:
+    name = service.replace("_service", "-0")
+    with running() as (up, endpoint):
+        ask = {"temperature": 0, "max_new_tokens": 300, "mode": "rejection", "gamma": 3, "ignore_eos": True}
+        with Client(endpoint) as client:
+            expected = list(client.generate("import os\n", **ask).token_ids)
+            with client.generate("import os\n", stream=True, **ask) as stream:
+                token_ids = list(next(stream).token_ids)
+                os.kill(child_running(up, service), signal.SIGKILL)
+                for chunk in stream:
+                    token_ids += chunk.token_ids
+            assert token_ids == expected
+            assert up.stderr is not None
+            told = []
+            for line in up.stderr:
+                told.append(line)
+                if line == f"[{name}] serving again\n":
+                    break
+            assert f"[{name}] ended (signal 9), restarting in 1 s\n" in told
+            assert list(client.generate("import os\n", **ask).token_ids) == expected
+
+
+def test_up_that_is_told_to_stop_while_a_child_is_down_leaves_nothing() -> None:
+    with running() as (up, _):
+        os.kill(child_running(up, "target_service"), signal.SIGKILL)
+        assert up.stderr is not None
+        while "restarting" not in up.stderr.readline():
+            pass
+        children = children_of(up)
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(60) == 0
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_help_shows_no_flag_that_only_refuses_and_one_for_each_limit() -> None:
+    shown = specdec("up", "--help").stdout
+    assert "--http" not in shown
+    for flag in ("--metrics HOST:PORT", "--num-threads-target N", "--max-context-tokens N", "--log-level {"):
+        assert flag in shown

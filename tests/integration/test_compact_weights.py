@@ -1,0 +1,113 @@
+"""Weights that a checkpoint stores in 16 bits stay in 16 bits in the native kernels, and every logit keeps its bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.engine.base import SequenceSlice, StepPlan
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
+from specdec.engine.native.runner import NativeRunner
+from tests.integration.test_native_kernels import compile_with, needs_x86
+from tests.support.tiny_models import build_tiny_model
+
+PROMPT = tuple(range(2, 41))
+TABLE = (0, 1, 2)
+
+#: The smallest and largest numbers of each kind, and neighbours of powers of two; binary16 has its own smallest ones.
+ODD_NUMBERS = {
+    torch.bfloat16: [1e-40, -1e-40, 1.17e-38, -3.0e30, 0.00787, -0.0],
+    torch.float16: [6e-8, -6e-8, 6.1e-5, -5.9e-5, 65504.0, -0.0],
+}
+
+
+def store_as(directory: Path, dtype: torch.dtype, *, odd: bool = False) -> None:
+    """Rounds a checkpoint's weights to `dtype` and stores them so; `odd` puts its extremes among the MLP's."""
+    path = directory / "model.safetensors"
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    if odd:
+        for name, tensor in weights.items():
+            if "up_proj" in name:
+                numbers = torch.tensor(ODD_NUMBERS[dtype], dtype=dtype)
+                tensor[0, : len(numbers)] = numbers
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def load(directory: Path, dtype: str, kept_in: Path | None = None) -> NativeRunner:
+    compiling = CompileOptions("native", directory=kept_in)
+    worker = load_worker(str(directory), device="cpu", dtype=dtype, num_kv_blocks=6, compiling=compiling,
+                         self_check=False)  # fmt: skip
+    assert isinstance(worker, NativeRunner)
+    return worker
+
+
+def logits_of(worker: NativeRunner) -> list[torch.Tensor]:
+    """A prefill chunk, then five rows, then single ones."""
+    ends = [20, 25, *range(26, len(PROMPT) + 1)]
+    starts = [0, *ends[:-1]]
+    return [
+        worker.execute(StepPlan((SequenceSlice(PROMPT[start:end], start, TABLE[: -(-end // 16)], end - start),)))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["ordinary numbers", "extreme numbers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_their_logits_have_the_bits_of_float32_in_about_half_the_memory(
+    architecture: str, dtype: torch.dtype, odd: bool, tmp_path: Path
+) -> None:
+    directory = build_tiny_model(architecture, tmp_path / "model", vocabulary_size=96, context=64)
+    store_as(directory, dtype, odd=odd)
+    compact, whole = load(directory, "auto"), load(directory, "float32")
+    for got, expected in zip(logits_of(compact), logits_of(whole), strict=True):
+        assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+    assert compact.weight_bytes < 0.6 * whole.weight_bytes
+    assert compact.shape == whole.shape
+
+
+def test_a_checkpoint_in_float32_stays_in_float32(tmp_path: Path) -> None:
+    directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64)
+    auto, whole = load(directory, "auto"), load(directory, "float32")
+    assert auto.weight_bytes == whole.weight_bytes
+    assert all(map(torch.equal, logits_of(auto), logits_of(whole)))
+
+
+def test_one_weight_that_16_bits_do_not_hold_keeps_its_product_in_float32(tmp_path: Path) -> None:
+    directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64)
+    store_as(directory, torch.bfloat16)
+    path = directory / "model.safetensors"
+    weights = {name: tensor.float() for name, tensor in load_file(path).items()}
+    weights["model.layers.0.mlp.down_proj.weight"][3, 5] = 0.1
+    save_file(weights, path, metadata={"format": "pt"})
+    compact, whole = load(directory, "auto"), load(directory, "float32")
+    for got, expected in zip(logits_of(compact), logits_of(whole), strict=True):
+        assert torch.equal(got, expected)
+    num_bytes = weights["model.layers.0.mlp.down_proj.weight"].nbytes
+    assert 0 < compact.weight_bytes - num_bytes < 0.6 * whole.weight_bytes
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("-march=znver3", marks=needs_x86("avx2", "fma", "f16c"), id="AVX2"),
+        pytest.param("-march=x86-64", marks=[needs_x86(), pytest.mark.full], id="SSE2"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_the_same_holds_on_processors_with_narrower_vectors(
+    dtype: torch.dtype, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64)
+    store_as(directory, dtype, odd=True)
+    compile_with(flags, tmp_path, monkeypatch)
+    compact, whole = (load(directory, name, tmp_path / "kept") for name in ("auto", "float32"))
+    assert all(map(torch.equal, logits_of(compact), logits_of(whole)))

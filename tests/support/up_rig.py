@@ -1,0 +1,72 @@
+"""`specdec` as a user runs it: real processes. For tests of the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SPECDEC = [sys.executable, "-m", "specdec.cli"]
+ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")} | {"OMP_NUM_THREADS": "1"}
+
+#: What a start says of itself, in `up` and in its children.
+_START_LINES = (
+    r"starting \(\d+ s\): .*",
+    r"\[\w+-\d+\] (loading |loaded weights |KV cache |self-check|threads: |compiling native |warming up).*",
+    r"\[[\w-]+\] listening",
+    r"\[coordinator\] (draft|target) replica \S+ at \S+ connected, .*",
+)
+
+
+def start_up(*flags: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
+    """A running `specdec up` and its endpoint."""
+    up = subprocess.Popen(
+        [*SPECDEC, "up", "--listen", "127.0.0.1:0", *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON | environ,
+    )  # fmt: skip
+    assert up.stdout is not None
+    line = up.stdout.readline()
+    found = re.fullmatch(r"ready grpc=(127\.0\.0\.1:\d+)\n", line)
+    if found is None:
+        up.kill()
+        pytest.fail(f"up printed {line!r}; stderr: {up.communicate()[1]}")
+    return up, found[1]
+
+
+def complaints(stderr: str) -> str:
+    """What `up` wrote to stderr but for what it and its children say while they start."""
+    return re.sub(rf"^({'|'.join(_START_LINES)})\n", "", stderr, flags=re.MULTILINE)
+
+
+def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SPECDEC, *args], input=stdin, capture_output=True, text=True, env=ENVIRON | environ)
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def child_running(process: subprocess.Popen[str], module: str) -> int:
+    """The process id of `up`'s child that runs a service; waits until there is one."""
+    while True:
+        for pid in children_of(process):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                    return pid
+        time.sleep(0.05)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Returns when none of the processes runs any more; the test's own time limit is the bound."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            select.select([descriptor], [], [])
+            os.close(descriptor)

@@ -1,0 +1,34 @@
+"""A scripted coordinator for command lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from specdec.v1 import coordinator_pb2 as pb
+from tests.support.scripted_coordinator import Script, ScriptedCoordinator, finished, serve, started, tokens
+
+Serve = Callable[..., tuple[ScriptedCoordinator, dict[str, str]]]
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Serve]:
+    """Starts one that follows the scripts it is given; hands out it and the environment that leads to it."""
+    servers = []
+
+    def start(*scripts: Script) -> tuple[ScriptedCoordinator, dict[str, str]]:
+        servicer = ScriptedCoordinator(list(scripts))
+        server, endpoint = serve(servicer)
+        servers.append(server)
+        return servicer, {"SPECDEC_ENDPOINT": endpoint}
+
+    yield start
+    for server in servers:
+        server.stop(None)
+
+
+def answer(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """Two tokens, one of them accepted."""
+    sources = "ac" if request.return_provenance else ""
+    return [started(request), tokens(0, [1, 2], sources), finished(2, pb.FINISH_REASON_STOP_STRING)]

@@ -1,0 +1,197 @@
+"""`specdec chat` against a scripted coordinator: what it keeps, sends, says and refuses."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+
+from specdec.cli.__main__ import run
+from specdec.errors import InvalidRequest, SessionLost, SpecdecError, Unavailable
+from specdec.v1 import coordinator_pb2 as pb
+from tests.unit.cli.conftest import Serve, answer
+
+Talk = Callable[..., int]
+
+
+@pytest.fixture
+def at_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the text what a user types."""
+
+    def type_in(text: str) -> None:
+        terminal = io.StringIO(text)
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", terminal)
+
+    return type_in
+
+
+def said(request: pb.GenerateRequest) -> list[str]:
+    return [message.content for message in request.messages.messages]
+
+
+def too_long(request: pb.GenerateRequest) -> list[SpecdecError]:
+    return [InvalidRequest("the session would hold 600 tokens", reason="CONTEXT_TOO_LONG", field="messages")]
+
+
+def too_long_beyond(num_messages: int) -> Callable[[pb.GenerateRequest], list[object]]:
+    return lambda r: too_long(r) if len(r.messages.messages) > num_messages else answer(r)
+
+
+def test_a_line_that_is_not_unicode_is_refused_before_it_is_sent(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    assert run(["chat"], environ) == 1
+    assert capsys.readouterr().err.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: messages[0].content:")
+    assert servicer.requests == []
+
+
+def test_chat_keeps_one_session_and_sends_the_whole_conversation(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
+    assert run(["chat"], environ) == 0
+    first, second = servicer.requests
+    assert first.session_id == second.session_id
+    assert [(m.role, m.content) for m in second.messages.messages] == [
+        ("user", "hello"),
+        ("assistant", "<1><2>"),
+        ("user", "again"),
+    ]
+    assert servicer.deleted == [first.session_id]
+    assert capsys.readouterr().out == "<1><2>\n<1><2>\n"
+
+
+def test_chat_goes_on_with_its_messages_when_the_session_was_lost_and_says_so(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer, lambda r: [SessionLost("expected 5 tokens, it holds 0")], answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    assert run(["chat"], environ) == 0
+    first, refused, again = servicer.requests
+    assert [request.HasField("expected_session_tokens") for request in (first, refused, again)] == [False, True, False]
+    assert refused.expected_session_tokens == 3 + 2
+    assert again.messages == refused.messages
+    assert servicer.deleted == [first.session_id] * 2
+    shown = capsys.readouterr()
+    assert shown.out == "<1><2>\n<1><2>\n"
+    assert "expected 5 tokens, it holds 0; asking again" in shown.err
+
+
+def test_a_model_without_template_is_told_before_the_first_message(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.tokenize_error = InvalidRequest("the model has no chat template", reason="NO_CHAT_TEMPLATE")
+    monkeypatch.setattr("sys.stdin", Unread())
+    assert run(["chat"], environ) == 1
+    expected = "the model has no chat template: it is a completion model; use `specdec generate PROMPT`"
+    assert capsys.readouterr().err == f"error: INVALID_ARGUMENT NO_CHAT_TEMPLATE: {expected}\n"
+    assert servicer.requests == []
+
+
+class Unread(io.StringIO):
+    def readline(self, size: int = -1, /) -> str:
+        raise AssertionError("a message was read")
+
+
+def test_the_demo_pair_is_called_a_completion_model(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.served = pb.GetInfoResponse(target_model="/somewhere/models/demo/target")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert run(["chat"], environ) == 0
+    err = capsys.readouterr().err
+    assert "completion model" in err
+    assert "`specdec generate " in err
+
+
+def test_an_error_returns_to_the_prompt_with_the_conversation_as_it_was(
+    coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer, too_long, lambda r: [Unavailable("gone", retry_after_s=60)], answer)
+    at_terminal("one\nrefused\nlost\ntwo\n")
+    assert run(["chat"], environ) == 0
+    assert said(servicer.requests[-1]) == ["one", "<1><2>", "two"]
+    err = capsys.readouterr().err
+    assert "error: INVALID_ARGUMENT CONTEXT_TOO_LONG: the session would hold 600 tokens\n" in err
+    assert "/trim" in err
+    assert "error: UNAVAILABLE REPLICA_UNAVAILABLE: gone\n" in err
+
+
+def test_without_a_terminal_an_error_is_the_end(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(too_long, answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert run(["chat"], environ) == 1
+    assert len(servicer.requests) == 1
+    assert capsys.readouterr().err == ("error: INVALID_ARGUMENT CONTEXT_TOO_LONG: the session would hold 600 tokens\n")
+
+
+def test_trim_drops_the_oldest_turns(coordinator: Serve, at_terminal: Callable[[str], None]) -> None:
+    servicer, environ = coordinator(answer)
+    at_terminal("one\ntwo\nthree\n/trim\nfour\n/trim 1\nfive\n/trim 99\nsix\n")
+    assert run(["chat", "--system", "be brief"], environ) == 0
+    four, five, six = map(said, servicer.requests[3:])
+    assert four == ["be brief", "three", "<1><2>", "four"]
+    assert five == ["be brief", "four", "<1><2>", "five"]
+    assert six == ["be brief", "six"]
+
+
+def test_with_trim_the_oldest_turns_make_room_by_themselves(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(too_long_beyond(4))
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    assert run(["chat", "--trim"], environ) == 0
+    assert said(servicer.requests[-1]) == ["two", "<1><2>", "three"]
+    assert "dropped 1 of the oldest turns, 1 are left" in capsys.readouterr().err
+
+
+def test_with_trim_a_message_that_is_too_long_alone_is_refused(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, environ = coordinator(too_long)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert run(["chat", "--trim"], environ) == 1
+
+
+def test_commands_are_obeyed_and_not_sent(
+    coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    at_terminal("/help\n/nonsense 1\none\n/system speak French\n/system\ntwo\n/clear\nthree\n /path\n/exit\nno\n")
+    assert run(["chat"], environ) == 0
+    assert [said(request) for request in servicer.requests] == [
+        ["one"],
+        ["speak French", "one", "<1><2>", "two"],
+        ["speak French", "three"],
+        ["speak French", "three", "<1><2>", "/path"],
+    ]
+    assert [request.messages.messages[0].role for request in servicer.requests] == ["user"] + 3 * ["system"]
+    assert not servicer.requests[2].HasField("expected_session_tokens")  # it was deleted
+    err = capsys.readouterr().err
+    assert "/trim [N]" in err
+    assert "/nonsense 1 is no command" in err
+    assert "speak French\n" in err
+
+
+def test_triple_quotes_hold_one_message_of_several_lines(coordinator: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    servicer, environ = coordinator(answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO('"""\none\n\n two\n"""\n"""three"""\n'))
+    assert run(["chat"], environ) == 0
+    assert said(servicer.requests[1]) == ["one\n\n two", "<1><2>", "three"]
+
+
+def test_a_chat_without_a_coordinator_says_so_before_a_message_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Unread())
+    assert run(["chat", "--endpoint", "127.0.0.1:1"], {}) == 1
+    assert "no coordinator at 127.0.0.1:1; start one with `specdec up`" in capsys.readouterr().err

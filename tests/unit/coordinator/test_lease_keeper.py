@@ -1,0 +1,279 @@
+"""When leases are renewed, and which are given up: on a clock that is told, against a store that notes it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.generation.lease_keeper import MAX_BATCH, LeaseKeeper
+from specdec.errors import LeaseLost, SpecdecError, Unavailable
+from specdec.state.redis_store import open_store
+from specdec.state.store import Lease, SessionStore
+from tests.support.coordinator_rig import eventually
+
+#: The keeper looks six times as often, by the machine's clock; a third of it passes by the one that is told.
+TTL_S = 0.3
+THIRD_S = TTL_S / 3
+SEVERAL_LOOKS_S = TTL_S
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 128.0
+        self.num_asked = 0
+
+    def __call__(self) -> float:
+        self.num_asked += 1
+        return self.now
+
+
+class NotedStore:
+    """A session store that notes which sessions are renewed together, and may be told to fail or to stand still."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+        self.renewed: list[list[str]] = []
+        self.errors: dict[str, SpecdecError] = {}
+        """By session: what its renewals end with."""
+        self.gate: threading.Event | None = None
+        self.num_asked = 0
+        self.num_closed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def reopen(self) -> NotedStore:
+        return self
+
+    async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
+        self.num_asked += 1
+        if self.gate is not None:
+            await asyncio.to_thread(self.gate.wait, 30)
+        self.renewed.append([lease.session_id for lease in leases])
+        return [self.errors.get(lease.session_id) for lease in leases]
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("coordinator.generation.lease_keeper.time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@pytest.fixture
+async def store(clock: Clock) -> AsyncIterator[NotedStore]:
+    real = open_store("memory://")
+    yield NotedStore(real)
+    await real.close()
+
+
+@pytest.fixture
+async def keeper(store: NotedStore) -> AsyncIterator[LeaseKeeper]:
+    keeper = LeaseKeeper(store)  # type: ignore[arg-type]
+    yield keeper
+    await keeper.close()
+
+
+def lease(session_id: str = "s") -> Lease:
+    return Lease(session_id, "us", 1, TTL_S)
+
+
+async def renewals(store: NotedStore, num_times: int) -> list[list[str]]:
+    """All batches so far, once there are so many and several looks have added no more."""
+    async with asyncio.timeout(20):
+        await eventually(lambda: len(store.renewed) >= num_times)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    return store.renewed
+
+
+async def test_a_lease_is_renewed_after_every_third_of_its_life_and_not_before(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper
+) -> None:
+    keeper.keep(lease())
+    clock.now += THIRD_S * 0.99
+    assert await renewals(store, 0) == []
+    clock.now += THIRD_S * 0.02
+    assert await renewals(store, 1) == [["s"]]
+    clock.now += THIRD_S * 0.99
+    assert await renewals(store, 1) == [["s"]]
+    clock.now += THIRD_S * 0.02
+    assert await renewals(store, 2) == [["s"]] * 2
+
+
+async def test_a_lease_that_is_due_at_this_very_moment_is_renewed(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper
+) -> None:
+    keeper.keep(Lease("s", "us", 1, 0.375))
+    clock.now += 0.125
+    assert await renewals(store, 1) == [["s"]]
+
+
+async def test_leases_are_looked_at_several_times_in_a_life(clock: Clock, keeper: LeaseKeeper) -> None:
+    keeper.keep(lease())
+    async with asyncio.timeout(60 * TTL_S):  # it needs a twentieth of that
+        await eventually(lambda: clock.num_asked > 60)
+
+
+async def test_each_lease_has_its_own_time_and_a_dropped_one_none(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper
+) -> None:
+    first = lease("first")
+    keeper.keep(first)
+    clock.now += THIRD_S / 2
+    keeper.keep(lease("second"))
+    assert keeper.num_kept == 2
+    clock.now += THIRD_S * 0.6
+    assert await renewals(store, 1) == [["first"]]
+    keeper.drop(first)
+    keeper.drop(first)
+    assert keeper.num_kept == 1
+    clock.now += THIRD_S * 3
+    assert await renewals(store, 2) == [["first"], ["second"]]
+
+
+async def test_of_two_leases_of_a_session_only_the_later_one_is_kept_and_dropping_the_other_does_nothing(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper
+) -> None:
+    earlier, later = lease(), lease()
+    keeper.keep(earlier)
+    keeper.keep(later)
+    keeper.drop(earlier)
+    assert keeper.num_kept == 1
+    keeper.drop(later)
+    assert keeper.num_kept == 0
+
+
+async def test_a_lease_that_was_lost_is_renewed_no_more_and_one_that_could_not_be_is_tried_at_the_next_look(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.errors = {"lost": LeaseLost("taken"), "failed": Unavailable("the store is gone")}
+    for session_id in ("lost", "failed", "kept"):
+        keeper.keep(lease(session_id))
+    clock.now += THIRD_S * 1.5
+    batches = await renewals(store, 3)
+    assert batches[0] == ["lost", "failed", "kept"]
+    assert all(batch == ["failed"] for batch in batches[1:])
+    assert keeper.num_kept == 2
+    assert caplog.messages == ["lost the lease of session lost: taken"]
+
+
+async def test_a_lease_given_back_while_it_was_renewed_is_not_told_as_lost_nor_is_its_successor_dropped(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.errors = {"s": LeaseLost("given back"), "t": LeaseLost("given back")}
+    given_back, successor, other = lease("s"), lease("s"), lease("t")
+    keeper.keep(given_back)
+    keeper.keep(other)
+    store.gate = threading.Event()
+    clock.now += THIRD_S * 1.5
+    await eventually(lambda: store.num_asked == 1)
+    for held in (given_back, other):
+        keeper.drop(held)
+    keeper.keep(successor)
+    store.gate.set()
+    await renewals(store, 1)
+    assert keeper.num_kept == 1
+    assert caplog.messages == []
+
+
+async def test_leases_are_renewed_together_but_no_more_at_once_than_a_commit_may_wait_for(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper
+) -> None:
+    names = [f"s{index}" for index in range(2 * MAX_BATCH + 1)]
+    for name in names:
+        keeper.keep(lease(name))
+    clock.now += THIRD_S * 1.5
+    assert await renewals(store, 3) == [names[:MAX_BATCH], names[MAX_BATCH : 2 * MAX_BATCH], names[2 * MAX_BATCH :]]
+
+
+async def test_a_loop_that_has_not_turned_for_longer_than_the_patience_has_its_leases_left_until_it_turns(
+    clock: Clock, store: NotedStore
+) -> None:
+    keeper = LeaseKeeper(store, loop_patience_s=8.0)  # type: ignore[arg-type]
+    keeper.keep(lease())
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    clock.now += 8.0
+    began_s = time.monotonic()
+    while not store.renewed and time.monotonic() - began_s < 20:
+        time.sleep(0.01)  # noqa: ASYNC251  the loop hangs
+    assert store.renewed == [["s"]]
+    clock.now += 8.5
+    time.sleep(SEVERAL_LOOKS_S)  # noqa: ASYNC251
+    assert store.renewed == [["s"]]
+    assert await renewals(store, 2) == [["s"]] * 2
+    await keeper.close()
+
+
+async def test_a_keeper_ends_its_thread_closes_its_store_and_may_keep_again(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper
+) -> None:
+    before = threading.active_count()
+    await keeper.close()
+    for num_closed in (1, 2):
+        keeper.keep(lease())
+        keeper.keep(lease("t"))
+        threads = [thread for thread in threading.enumerate() if thread.name == "lease keeper"]
+        assert [thread.daemon for thread in threads] == [True]
+        clock.now += THIRD_S * 1.5
+        assert await renewals(store, num_closed) == [["s", "t"]] * num_closed
+        for _ in range(2):
+            await keeper.close()
+        assert store.num_closed == num_closed
+        assert not threads[0].is_alive()
+    assert threading.active_count() <= before + 1  # that of `to_thread`
+
+
+async def test_a_keeper_whose_store_does_not_answer_is_closed_all_the_same(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper
+) -> None:
+    keeper.keep(lease())
+    store.gate = threading.Event()
+    clock.now += THIRD_S * 1.5
+    await eventually(lambda: store.num_asked == 1)
+    await asyncio.wait_for(keeper.close(), 15)
+    assert store.renewed == []
+    store.gate.set()
+
+
+def test_a_keeper_whose_loop_goes_away_without_closing_it_ends_without_a_complaint(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+    store = NotedStore(open_store("memory://"))
+
+    async def keep() -> threading.Thread:
+        LeaseKeeper(store).keep(lease())  # type: ignore[arg-type]
+        return next(thread for thread in threading.enumerate() if thread.name == "lease keeper")
+
+    thread = asyncio.run(keep())
+    thread.join(20)
+    assert not thread.is_alive()
+    assert complaints == []
+    assert store.num_closed == 1
+
+
+async def test_a_fault_of_a_keeper_whose_loop_lives_is_told(
+    clock: Clock, store: NotedStore, keeper: LeaseKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+    store.errors = SimpleNamespace(get=_fail)  # type: ignore[assignment]
+    keeper.keep(lease())
+    clock.now += THIRD_S * 1.5
+    async with asyncio.timeout(20):
+        await eventually(lambda: bool(complaints))
+    assert str(complaints[0].exc_value) == "a fault"
+
+
+def _fail(session_id: str) -> None:
+    raise RuntimeError("a fault")

@@ -1,0 +1,110 @@
+"""The number of threads is the one whose rounds are fastest, and no more than are worth their cores."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine.base import ModelShape, StepPlan
+from specdec.engine.loader import load_worker
+from specdec.engine.model.thread_choice import choose_threads, measure_rounds, settle_threads
+from tests.support.tiny_models import build_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("round_s", "num_cores", "chosen"),
+    [
+        ({1: 0.142, 2: 0.076}, 2, 2),
+        ({1: 0.076, 2: 0.142}, 2, 1),
+        ({1: 0.0295, 2: 0.0233}, 2, 1),  # the last core for a fifth: others have more use for it
+        ({1: 0.100, 2: 0.071}, 2, 1),
+        ({1: 0.100, 2: 0.069}, 2, 2),
+        ({1: 0.00024, 2: 0.00013}, 2, 1),  # steps so short that a neighbour's turn costs more than is saved
+        ({1: 0.009, 2: 0.0045}, 2, 1),
+        ({1: 0.011, 2: 0.0055}, 2, 2),
+        ({1: 0.00024, 7: 0.0001, 8: 0.0001}, 8, 7),
+        ({1: 0.100, 7: 0.089, 8: 0.085}, 8, 7),
+        ({1: 0.100, 7: 0.091, 8: 0.085}, 8, 1),
+        ({1: 0.100, 7: 0.091, 8: 0.069}, 8, 8),
+        ({1: 0.100, 7: 0.020, 8: 0.013}, 8, 8),
+        ({4: 0.1}, 4, 4),
+    ],
+)
+def test_more_threads_are_taken_where_they_shorten_a_round_by_a_tenth_and_the_last_core_for_more(
+    round_s: Mapping[int, float], num_cores: int, chosen: int
+) -> None:
+    assert choose_threads(round_s, num_cores) == chosen
+
+
+class TimedWorker:
+    """Takes no time but what a table says, by threads and rows."""
+
+    def __init__(self, step_s: Mapping[tuple[int, int], float], device: str = "cpu", context: int = 64) -> None:
+        self.shape = ModelShape(8, context, (), "", "", 4, "float32", device)
+        self.now_s = 0.0
+        self.steps: list[tuple[int, int]] = []
+        self._step_s = step_s
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        (piece,) = plan.slices
+        kind = torch.get_num_threads(), len(piece.token_ids)
+        # What comes first is slower, as it is on real machines.
+        self.now_s += self._step_s[kind] * (1 if kind in self.steps else 3)
+        self.steps.append(kind)
+        return torch.zeros(piece.num_logit_rows, 8)
+
+
+STEPS = {(1, 1): 0.010, (1, 5): 0.016, (2, 1): 0.007, (2, 5): 0.009}
+
+
+def test_a_round_is_a_step_of_one_row_and_one_of_five_each_at_its_best() -> None:
+    worker = TimedWorker(STEPS)
+    round_s = measure_rounds(worker, [1, 2], lambda: worker.now_s)
+    assert round_s == pytest.approx({1: 0.026, 2: 0.016})
+    assert worker.now_s < 1
+
+
+def test_long_steps_are_measured_once() -> None:
+    worker = TimedWorker({kind: 100 * seconds for kind, seconds in STEPS.items()})
+    measure_rounds(worker, [1, 2], lambda: worker.now_s)
+    assert worker.steps == [(1, 1), (1, 5), (2, 1), (2, 5)]
+
+
+def test_a_context_of_a_few_tokens_is_not_exceeded() -> None:
+    worker = TimedWorker({(1, 1): 1.0, (1, 3): 1.0}, context=3)
+    assert measure_rounds(worker, [1], lambda: worker.now_s) == {1: 6.0}
+
+
+def test_a_model_on_an_accelerator_is_not_measured() -> None:
+    worker = TimedWorker({}, device="cuda")
+    torch.set_num_threads(2)
+    settle_threads(worker)
+    assert (worker.steps, torch.get_num_threads()) == ([], 2)
+
+
+def test_a_loaded_model_gets_one_of_the_two_numbers_in_every_thread_and_says_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_tiny_model("llama", tmp_path, num_layers=1)
+    torch.set_num_threads(2)
+    caplog.set_level(logging.INFO)
+    load_worker(str(model), device="cpu", dtype="float32", num_kv_blocks=8, measures_threads=True)
+    (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("threads: "))
+    seen = [torch.get_num_threads()]
+    device_thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    device_thread.start()
+    device_thread.join()
+    assert seen in ([1, 1], [2, 2])
+    assert line.startswith(f"threads: {seen[0]} (")
