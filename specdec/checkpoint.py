@@ -87,8 +87,8 @@ def require_plain_weights(model: str, quantisation: object) -> None:
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     if method not in _DEQUANTISED_METHODS:
         raise Unsupported(
-            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} are read, "
-            "and GGUF files"
+            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} are "
+            "read, and GGUF files"
         )
 
 
