@@ -4,8 +4,8 @@ The peers get the same GGUF file, or one made of the same weights (Q8_0, BF16, F
 the same number of greedy tokens; ours and llama.cpp keep the system prompt that all have in common. Ours is
 target-only throughout: the model has no smaller relative of its vocabulary, so there is nothing to draft with and no
 assistant for Transformers either; its prompt lookup needs none. llama.cpp's eight streams are its server's, which its
-Python package does not have. Needs `make real`; llama.cpp is left out where `llama-cpp-python` is not installed. Not here:
-pairs that draft (`latency`).
+Python package does not have. Needs `make real`; llama.cpp is left out where `llama-cpp-python` is not installed.
+Not here: pairs that draft (`latency`).
 """
 
 import argparse
