@@ -1,10 +1,11 @@
 """Suite `real`: SmolLM2-135M-Instruct on this CPU, one stream and eight, against Transformers and llama.cpp.
 
 The peers get the same GGUF file, or one made of the same weights (Q8_0, BF16, F16), the same threads and prompts, and
-the same number of greedy tokens. Ours is target-only throughout: the model has no smaller relative of its vocabulary,
-so there is nothing to draft with and no assistant for Transformers either; its prompt lookup needs none. llama.cpp's
-eight streams are its server's, which its Python package does not have. Needs `make real`; llama.cpp is left out where
-`llama-cpp-python` is not installed. Not here: pairs that draft (`latency`).
+the same number of greedy tokens; ours and llama.cpp keep the system prompt that all have in common. Ours is
+target-only throughout: the model has no smaller relative of its vocabulary, so there is nothing to draft with and no
+assistant for Transformers either; its prompt lookup needs none. llama.cpp's eight streams are its server's, which its
+Python package does not have. Needs `make real`; llama.cpp is left out where `llama-cpp-python` is not installed.
+Not here: pairs that draft (`latency`).
 """
 
 import argparse
@@ -66,16 +67,23 @@ def chat_prompts() -> list[str]:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
+    from specdec.engine.gguf_conversion import convert  # needs the gguf extra
+
     quick = arguments.quick
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, ExitStack() as stack:
+    try:
         model = smollm2()
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, ExitStack() as stack:
         checkpoint = locate_checkpoint(model)
         bf16 = rewrite(model, Path(folder) / "bf16.gguf", "BF16")
+        bf16_checkpoint = Path(folder) / "bf16"
+        convert(bf16, bf16_checkpoint, tokenizer_only=False)  # not into the user's cache, which would grow every run
         ours = {
             name: stack.enter_context(RunningSystem(path, None, dtype=dtype))
             for name, path, dtype in (
-                (OURS, model, "auto"), (OURS_INT8, model, "int8"), (OURS_KEPT, bf16, "auto"),
-                (OURS_WIDENED, bf16, "float32"),
+                (OURS, model, "auto"), (OURS_INT8, model, "int8"), (OURS_KEPT, bf16_checkpoint, "auto"),
+                (OURS_WIDENED, bf16_checkpoint, "float32"),
             )
         }  # fmt: skip
         peer = stack.enter_context(PeerProcess(checkpoint, None, NUM_THREADS))

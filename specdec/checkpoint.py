@@ -11,7 +11,7 @@ import logging
 import re
 from pathlib import Path
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unsupported
 from specdec.gguf import convert_gguf, is_gguf
 
 _log = logging.getLogger(__name__)
@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
 _MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
+
+# Methods of quantised checkpoints that transformers turns into plain weights on every device.
+_DEQUANTISED_METHODS = ("fp8", "mxfp4")
 
 # Weight files up to this size are hashed whole, larger ones by so many samples.
 _WHOLE_BYTES = 64 << 20
@@ -67,6 +70,26 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
             f"({type(error).__name__})",
             field="model",
         ) from error
+
+
+def require_plain_weights(model: str, quantisation: object) -> None:
+    """Refuses a quantised checkpoint that is not read as the numbers it stands for.
+
+    Args:
+        model: as it was named.
+        quantisation: `quantization_config` of its config.json; None where its weights are plain.
+
+    Raises:
+        Unsupported: transformers would load products of the method's own, or take its numbers for plain ones.
+    """
+    if quantisation is None:
+        return
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if method not in _DEQUANTISED_METHODS:
+        raise Unsupported(
+            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} are "
+            "read, and GGUF files"
+        )
 
 
 def checkpoint_fingerprint(directory: Path, *served_as: str) -> str:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoint import locate_checkpoint
+from specdec.checkpoint import locate_checkpoint, require_plain_weights
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
 from specdec.gguf import is_gguf
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
@@ -36,13 +36,16 @@ def require_servable(model: str, *, flag: str) -> None:
 
     Raises:
         InvalidRequest: no such checkpoint, or a file of it is missing or unreadable.
-        Unsupported: its type is no decoder-only language model that is known here.
+        Unsupported: its type is no decoder-only language model that is known here, or its weights are quantised in a
+            way that is not read.
     """
     if is_gguf(Path(model).expanduser()):  # its conversion tells
         return
     with _naming(flag):
         directory = locate_checkpoint(model, small_files_only=True)
-        _require_decoder_only(model, _read_config(model, directory))
+        config = _read_config(model, directory)
+        _require_decoder_only(model, config)
+        require_plain_weights(model, config.get("quantization_config"))
         if not (directory / "tokenizer.json").is_file():
             raise InvalidRequest(f"model {model!r} has no tokenizer.json", field="model")
         # Of a hub id the weights come later.

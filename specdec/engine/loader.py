@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint, require_plain_weights
 from specdec.engine.base import ModelShape, Worker
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
@@ -48,9 +48,6 @@ from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabula
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# What transformers can turn into plain weights on every device (`dequantize` of its quantisation configs).
-_DEQUANTISED = ("fp8", "mxfp4")
 
 # A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
 _CPU_SESSIONS = 64
@@ -274,25 +271,10 @@ def _load_config(model: str, directory: Path) -> PreTrainedConfig:
     if other_layers:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
-    _ask_for_plain_weights(model, config)
+    if (quantisation := getattr(config, "quantization_config", None)) is not None:
+        require_plain_weights(model, quantisation)
+        quantisation["dequantize"] = True
     return config
-
-
-def _ask_for_plain_weights(model: str, config: PreTrainedConfig) -> None:
-    """Has a quantised checkpoint loaded as the numbers it stands for, on whatever device.
-
-    Raises:
-        Unsupported: transformers does not make them; what it would load instead has products of its own.
-    """
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is None:
-        return
-    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else type(quantisation).__name__
-    if method not in _DEQUANTISED:
-        raise Unsupported(
-            f"model {model!r} is quantised with {method}; only {' and '.join(_DEQUANTISED)} are read, and GGUF files"
-        )
-    quantisation["dequantize"] = True
 
 
 def _load_model(

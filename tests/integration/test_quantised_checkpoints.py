@@ -40,7 +40,6 @@ def test_a_method_that_is_not_read_is_refused_by_its_name(method: str, tmp_path:
 
 
 def test_fp8_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     plain = build_tiny_model("llama", tmp_path / "plain", vocabulary_size=64)
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     quantised = with_quantisation(tmp_path / "fp8", settings)
