@@ -48,6 +48,19 @@ async def test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repa
         await store.commit(lease, a_round(9, 6, 7))
 
 
+async def test_half_a_token_at_the_end_of_a_log_is_none(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    await raw.run_command("SET", session_keys("default", session_id)[1], bytes([1, 0, 0, 0, 2, 0]))
+    record = await store.load(session_id)
+    assert record is not None
+    assert record.num_tokens == 1
+    with pytest.raises(SessionLost, match="holds 1 tokens where 2"):
+        await store.repair(lease, base_len=2, token_ids=tokens(3))
+    await store.repair(lease, base_len=1, token_ids=tokens(3))
+    assert await held_tokens(store, session_id) == [1, 3]
+
+
 @pytest.mark.parametrize("base_len", [0, 1, 2, 3])
 async def test_a_repair_replaces_what_the_log_holds_beyond_its_base(
     store: SessionStore, session_id: str, lease: Lease, base_len: int

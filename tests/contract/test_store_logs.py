@@ -19,6 +19,7 @@ async def test_a_begun_request_is_read_back_whole(store: SessionStore, session_i
     record = await store.load(session_id)
     assert record is not None
     assert record.request == REQUEST
+    assert record.session_id == session_id
     assert (record.epoch, record.round_id, record.num_tokens, record.owner) == (lease.epoch, 0, 3, "me")
     assert record.status == "running"
     assert 0 < record.expires_in_s <= 3600

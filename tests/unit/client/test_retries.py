@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tenacity
@@ -72,11 +73,50 @@ def seconds(num_s: int) -> list[float]:
     return [float(second) for second in range(num_s)]
 
 
-@pytest.mark.parametrize("kind", [Unavailable, SessionBusy, ResourceExhausted])
+@pytest.mark.parametrize(
+    ("kind", "num_s"),
+    [(Unavailable, 5), (SessionBusy, 5), (ResourceExhausted, 5), (LeaseLost, 20), (StaleEpoch, 20)],
+)
 def test_what_passes_by_itself_is_asked_again_while_the_next_attempt_is_within_the_budget(
-    clock: Clock, kind: type[SpecdecError]
+    clock: Clock, kind: type[SpecdecError], num_s: int
 ) -> None:
-    assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(5)
+    assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(num_s)
+
+
+@pytest.mark.parametrize(("timeout", "num_s"), [(3.5, 4), (3.0, 3), (4.5, 5)])
+def test_no_attempt_begins_at_a_calls_deadline_or_after_it_and_the_last_error_is_named(
+    clock: Clock, timeout: float, num_s: int
+) -> None:
+    recovery, at = Recovery(BUDGETS, timeout), list[float]()
+    error = Unavailable("gone", retry_after_s=ASKED_S)
+
+    def attempt() -> None:
+        at.append(clock.now - 100.0)
+        raise error
+
+    with pytest.raises(DeadlineExceeded) as raised:
+        tenacity.Retrying(sleep=clock.sleep, **recovery.tenacity_options())(attempt)
+    assert at == seconds(num_s)
+    assert raised.value.message == f"the call was not done within its timeout of {timeout:g} s (gone)"
+    assert raised.value.__cause__ is error
+
+
+def test_what_is_left_of_a_timeout_counts_from_the_call_and_is_never_below_nothing(clock: Clock) -> None:
+    unlimited, limited = Recovery(BUDGETS), Recovery(BUDGETS, 3)
+    left = []
+    for _ in range(3):
+        left.append(limited.remaining_s)
+        clock.now += 2.0
+    assert left == [3.0, 1.0, 0.0]
+    assert unlimited.remaining_s is None
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), "1"])
+def test_a_timeout_that_is_no_positive_number_is_refused(timeout: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        Recovery(BUDGETS, timeout)
+    assert refused.value.message == f"timeout must be a number of seconds above 0, got {timeout!r}"
+    assert refused.value.field == "timeout"
 
 
 @pytest.mark.parametrize("kind", [LeaseLost, StaleEpoch])
@@ -88,19 +128,6 @@ def test_a_lease_is_lost_by_what_had_begun_so_that_the_budget_of_an_output_under
 
     assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(20)
     assert attempts_at(clock, Recovery(BUDGETS), attempt) == seconds(20)  # whoever has it now
-
-
-def test_a_timeout_ends_the_attempts_before_the_budget_does(clock: Clock) -> None:
-    recovery = Recovery(BUDGETS, timeout=3)
-    assert recovery.remaining_s == 3
-    assert attempts_at(clock, recovery, failing(Unavailable("later", retry_after_s=ASKED_S))) == seconds(3)
-    with pytest.raises(DeadlineExceeded, match=r"timeout of 3 s \(later\)") as raised:
-        tenacity.Retrying(sleep=clock.sleep, **recovery.tenacity_options())(
-            failing(Unavailable("later", retry_after_s=ASKED_S)), 0
-        )
-    assert isinstance(raised.value.__cause__, Unavailable)
-    clock.now += 9
-    assert recovery.remaining_s == 0
 
 
 def test_a_timeout_that_is_longer_than_the_budget_leaves_its_error_as_it_is(clock: Clock) -> None:
