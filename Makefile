@@ -57,9 +57,9 @@ redis:
 		|| { echo "error: the tests need redis-server 7 on the PATH (apt-get install redis-server, brew install redis)" >&2; exit 1; }
 
 test: setup redis  ## all tests against real gRPC and a real Redis, under 10 minutes on two cores
-	$(PYTEST) -m "not full and not gpu and not real"
+	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real"
 
-test-full: setup redis  ## the long products as well
+test-full: setup redis  ## the long products as well; properties are tried on new examples, not on the same ones
 	$(PYTEST) -m "not gpu and not real" --timeout 3600
 
 test-real: $(REAL)  ## SmolLM2 and Gemma 3 against Transformers: chat, turns, vocabulary, sliding window (20 minutes)

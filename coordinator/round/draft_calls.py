@@ -128,7 +128,9 @@ class DraftCalls:
     def _note_failure(self, replica: DraftReplica, error: BaseException) -> str:
         """Decides when the draft is asked again; returns the cause in a word."""
         cause = error.reason if isinstance(error, SpecdecError) else "late"
-        _log.warning("draft replica %s gave no draft: %s", replica.address, str(error) or cause)
+        # A late draft costs one round and is counted in the metrics; anything else is worth a look.
+        level = logging.INFO if cause == "late" else logging.WARNING
+        _log.log(level, "draft replica %s gave no draft: %s", replica.address, str(error) or cause)
         if cause == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         self._replicas.forget_draft()

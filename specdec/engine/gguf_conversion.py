@@ -134,9 +134,9 @@ def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenize
     model.generation_config.eos_token_id = model.config.eos_token_id = end_token_ids or None
     # What says that the weights were quantised once: with it, a model cannot be saved.
     del model.hf_quantizer, model.config.quantization_config
-    dtype = exact_dtype(model.state_dict().values())
     # The decorator that transformers puts on `to` loses `self`.
-    model.to(dtype).save_pretrained(directory)  # type: ignore[arg-type]
+    model.to(exact_dtype(model.state_dict().values()))  # type: ignore[arg-type]
+    model.save_pretrained(directory)
 
 
 def _require_whole(file: GGUFReader, model: PreTrainedModel, report: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
         assert num_without_draft <= 10 + num_rounds / 10
         assert max(output.finished.stats.draft_s for output in outputs) < 2.5
         record = next(r for r in coordinator.pools.drafts("default") if r.address == rig.of_role(DRAFT)[0].address)
-        await eventually(lambda: record.is_in_use)
+        await eventually(lambda: record.is_in_use and not record.lateness.is_marked)
         healthy.gate.clear()
         try:
             outputs = await drafted(coordinator, 4)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,28 +50,34 @@ def clients() -> Iterator[Any]:
         server.stop(None)
 
 
-def said(capsys: pytest.CaptureFixture[str], lines: int) -> str:
-    """Waits for so many lines on stderr."""
-    text = ""
-    while text.count("\n") < lines:
-        text += capsys.readouterr().err
-    return text
+def own_stderr() -> contextlib.redirect_stderr[io.StringIO]:
+    """Within it standard error can be read while another thread writes to it, which pytest's own cannot."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
-def test_a_target_that_is_gone_is_told_once_for_each_silence(clients: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def said(stderr: io.StringIO, num_lines: int) -> list[str]:
+    """Waits for so many lines."""
+    while stderr.getvalue().count("\n") < num_lines:
+        time.sleep(0.005)
+    return stderr.getvalue().splitlines()
+
+
+def test_a_target_that_is_gone_is_told_once_for_each_silence(clients: Any) -> None:
     servicer = Asked(pool("draft"))
-    with SilenceWatch(clients(servicer), patience_s=PATIENCE_S) as watch:
-        assert said(capsys, 1) == "target lost, waiting\n"
+    with own_stderr() as stderr, SilenceWatch(clients(servicer), patience_s=PATIENCE_S) as watch:
+        assert said(stderr, 1) == ["target lost, waiting"]
+        servicer.wait_asked(1)
         watch.heard()
-        assert said(capsys, 1) == "target lost, waiting\n"
-    assert capsys.readouterr().err == ""
+        assert said(stderr, 2) == ["target lost, waiting"] * 2
+        servicer.wait_asked(1)
+    assert not servicer._asked.acquire(blocking=False)  # once for each silence
 
 
-def test_a_long_prompt_is_no_loss(clients: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_prompt_is_no_loss(clients: Any) -> None:
     servicer = Asked(pool("draft"), pool("target"))
-    with SilenceWatch(clients(servicer), patience_s=PATIENCE_S):
+    with own_stderr() as stderr, SilenceWatch(clients(servicer), patience_s=PATIENCE_S):
         servicer.wait_asked(3)
-    assert capsys.readouterr().err == ""
+    assert stderr.getvalue() == ""
 
 
 def test_a_stream_that_speaks_is_not_asked_about(clients: Any) -> None:
@@ -87,9 +96,10 @@ def test_a_stream_that_speaks_is_not_asked_about(clients: Any) -> None:
     assert not servicer._asked.acquire(blocking=False)
 
 
-def test_a_coordinator_that_is_gone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_coordinator_that_is_gone_is_told() -> None:
     with (
+        own_stderr() as stderr,
         Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client,
         SilenceWatch(client, patience_s=PATIENCE_S),
     ):
-        assert said(capsys, 1) == "coordinator lost, waiting\n"
+        assert said(stderr, 1) == ["coordinator lost, waiting"]

@@ -12,6 +12,7 @@ import tenacity
 
 from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     LeaseLost,
     NotFound,
@@ -71,11 +72,42 @@ def seconds(num_s: int) -> list[float]:
     return [float(second) for second in range(num_s)]
 
 
-@pytest.mark.parametrize("kind", [Unavailable, LeaseLost, StaleEpoch, SessionBusy, ResourceExhausted])
+@pytest.mark.parametrize("kind", [Unavailable, SessionBusy, ResourceExhausted])
 def test_what_passes_by_itself_is_asked_again_while_the_next_attempt_is_within_the_budget(
     clock: Clock, kind: type[SpecdecError]
 ) -> None:
     assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(5)
+
+
+@pytest.mark.parametrize("kind", [LeaseLost, StaleEpoch])
+def test_a_lease_is_lost_by_what_had_begun_so_that_the_budget_of_an_output_under_way_counts(
+    clock: Clock, kind: type[SpecdecError]
+) -> None:
+    def attempt(index: int) -> None:
+        raise kind("lost", retry_after_s=ASKED_S) if index == 0 else SessionBusy("busy", retry_after_s=ASKED_S)
+
+    assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(20)
+    assert attempts_at(clock, Recovery(BUDGETS), attempt) == seconds(20)  # whoever has it now
+
+
+def test_a_timeout_ends_the_attempts_before_the_budget_does(clock: Clock) -> None:
+    recovery = Recovery(BUDGETS, timeout=3)
+    assert recovery.remaining_s == 3
+    assert attempts_at(clock, recovery, failing(Unavailable("later", retry_after_s=ASKED_S))) == seconds(3)
+    with pytest.raises(DeadlineExceeded, match=r"timeout of 3 s \(later\)") as raised:
+        tenacity.Retrying(sleep=clock.sleep, **recovery.tenacity_options())(
+            failing(Unavailable("later", retry_after_s=ASKED_S)), 0
+        )
+    assert isinstance(raised.value.__cause__, Unavailable)
+    clock.now += 9
+    assert recovery.remaining_s == 0
+
+
+def test_a_timeout_that_is_longer_than_the_budget_leaves_its_error_as_it_is(clock: Clock) -> None:
+    with pytest.raises(Unavailable, match="later"):
+        tenacity.Retrying(sleep=clock.sleep, **Recovery(BUDGETS, timeout=60).tenacity_options())(
+            failing(Unavailable("later", retry_after_s=ASKED_S)), 0
+        )
 
 
 @pytest.mark.parametrize("error", [NotFound("none"), SessionLost("gone"), InvalidRequest("bad"), SpecdecError("odd")])
