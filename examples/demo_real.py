@@ -26,7 +26,7 @@ MAX_NEW_TOKENS = 64
 def main() -> int:
     try:
         model = smollm2()
-        print(f"{model.name}: converting it (the first time) and starting target and coordinator …", flush=True)
+        print(f"{model.name}: converting it the first time, then starting target and coordinator …", flush=True)
         checkpoint = locate_checkpoint(model)
     except (FileNotFoundError, SpecdecError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,7 +59,7 @@ def show(endpoint: str, checkpoint: Path) -> int:
             print(f"\n> {question}")
             answer = stream(client, writer, messages)
             token_ids, rate = peer.answer(client.tokenize(messages=messages))
-            print(f"\n{closing_line(answer)}\nTransformers: {rate:.1f} tok/s", flush=True)
+            print(f"\n{closing_line(answer)}\nTransformers: {rate:.1f} tokens/s", flush=True)
             ours.append(tokens_per_s(answer))
             theirs.append(rate)
             same = same and list(answer.token_ids) == token_ids
