@@ -83,7 +83,7 @@ def test_what_passes_by_itself_is_asked_again_while_the_next_attempt_is_within_t
     assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(num_s)
 
 
-@pytest.mark.parametrize(("timeout", "num_s"), [(3.5, 4), (3.0, 3), (4.5, 5)])
+@pytest.mark.parametrize(("timeout", "num_s"), [(3.5, 4), (3.0, 3), (4.5, 5), (0.5, 1)])
 def test_no_attempt_begins_at_a_calls_deadline_or_after_it_and_the_last_error_is_named(
     clock: Clock, timeout: float, num_s: int
 ) -> None:
