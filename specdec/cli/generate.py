@@ -78,7 +78,9 @@ def _output(
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
 
     def close(completion: Completion) -> None:
-        if not completion.text.endswith("\n"):
+        # A terminal has shown Ctrl-C as ^C, wherever the text stood.
+        is_line_begun = completion.finish_reason == CANCELLED and sys.stdout.isatty()
+        if is_line_begun or not completion.text.endswith("\n"):
             print(flush=True)
         if writer.legend():
             print(writer.legend(), file=sys.stderr)
