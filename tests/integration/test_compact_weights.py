@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in 16 bits stay in 16 bits in the native kernels, and every logit keeps its bits."""
+"""Weights that a shorter format holds exactly stay in it in the native kernels, and every logit keeps its bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file, save_file
 
 from specdec.engine.base import SequenceSlice, StepPlan
@@ -17,6 +18,8 @@ from tests.integration.test_native_kernels import compile_with, needs_x86
 from tests.support.tiny_models import build_tiny_model
 
 PROMPT = tuple(range(2, 41))
+#: Wide enough for the layers to outweigh the embeddings.
+WIDE = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2}
 TABLE = (0, 1, 2)
 
 #: The smallest and largest numbers of each kind, and neighbours of powers of two; binary16 has its own smallest ones.
@@ -39,6 +42,16 @@ def store_as(directory: Path, dtype: torch.dtype, *, odd: bool = False) -> None:
     config = json.loads((directory / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def round_as(directory: Path, kind: GGMLQuantizationType) -> None:
+    """Makes a checkpoint's matrices what llama.cpp's format makes of them, stored in float32."""
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        if tensor.ndim == 2:
+            weights[name] = torch.from_numpy(quants.dequantize(quants.quantize(tensor.float().numpy(), kind), kind))
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def load(directory: Path, dtype: str, kept_in: Path | None = None) -> NativeRunner:
@@ -74,6 +87,31 @@ def test_their_logits_have_the_bits_of_float32_in_about_half_the_memory(
     assert compact.shape == whole.shape
 
 
+@pytest.mark.parametrize(("kind", "share"), [(GGMLQuantizationType.Q4_1, 0.25), (GGMLQuantizationType.Q8_0, 0.38)])
+def test_what_was_rounded_to_integers_with_scales_keeps_its_bits_in_a_fraction_of_the_memory(
+    kind: GGMLQuantizationType, share: float, tmp_path: Path
+) -> None:
+    directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64, config_overrides=WIDE)
+    round_as(directory, kind)
+    compact, whole = load(directory, "auto"), load(directory, "float32")
+    for got, expected in zip(logits_of(compact), logits_of(whole), strict=True):
+        assert torch.equal(got, expected)
+    assert compact.weight_bytes < share * whole.weight_bytes
+
+
+def test_groups_without_a_step_and_with_the_largest_steps_are_held_exactly(tmp_path: Path) -> None:
+    directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64, config_overrides=WIDE)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    up = weights["model.layers.0.mlp.up_proj.weight"]
+    up[0, :32], up[1, :32], up[2, :32] = 0.0, -0.25, torch.linspace(-60000.0, 60000.0, 32)
+    save_file(weights, path, metadata={"format": "pt"})
+    for kind in (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0):
+        round_as(directory, kind)
+        compact, whole = load(directory, "auto"), load(directory, "float32")
+        assert all(map(torch.equal, logits_of(compact), logits_of(whole)))
+
+
 def test_a_checkpoint_in_float32_stays_in_float32(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64)
     auto, whole = load(directory, "auto"), load(directory, "float32")
@@ -106,8 +144,15 @@ def test_one_weight_that_16_bits_do_not_hold_keeps_its_product_in_float32(tmp_pa
 def test_the_same_holds_on_processors_with_narrower_vectors(
     dtype: torch.dtype, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64)
-    store_as(directory, dtype, odd=True)
     compile_with(flags, tmp_path, monkeypatch)
-    compact, whole = (load(directory, name, tmp_path / "kept") for name in ("auto", "float32"))
-    assert all(map(torch.equal, logits_of(compact), logits_of(whole)))
+    for rounded in (None, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0):
+        directory = build_tiny_model(
+            "llama", tmp_path / str(rounded), vocabulary_size=96, context=64, config_overrides=WIDE
+        )
+        if rounded is None:
+            store_as(directory, dtype, odd=True)
+        else:
+            round_as(directory, rounded)
+        compact, whole = (load(directory, name, tmp_path / "kept") for name in ("auto", "float32"))
+        assert all(map(torch.equal, logits_of(compact), logits_of(whole)))
+        assert compact.weight_bytes < 0.8 * whole.weight_bytes

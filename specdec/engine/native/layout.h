@@ -11,12 +11,15 @@ namespace {
 constexpr int PANEL_VECTORS = 2;
 constexpr int PANEL = LANES * PANEL_VECTORS;  // outputs side by side in a panel
 constexpr int GROUP = 4;                      // inputs of int8 weights that are multiplied and summed at once
+constexpr int SHARED = 32;                    // inputs of scaled weights that share a scale
 constexpr int ZERO = 128;                     // of a row as integers: the byte that is 0
 constexpr int KEYS = 16;                      // tokens of a KV block
 constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
 
 // How a table of weights is stored; the caller says it by these numbers.
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };
+// A number of SCALED4 or SCALED8 is scale * integer + offset, in float32 and rounded once; SHARED inputs of an output have
+// them in common.
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, SCALED4 = 4, SCALED8 = 5 };
 
 int64_t padded(int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
 
@@ -25,7 +28,9 @@ int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 }  // namespace
 
 // A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`; of int8 weights
-// [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP].
+// [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP]; of scaled weights [ceil(outputs / PANEL)][inputs / SHARED],
+// each with PANEL scales and PANEL offsets in binary16, then SHARED times PANEL integers: bytes with a sign, or halves of
+// bytes without one, of which the low ones are a row's first and the high ones its second.
 struct Product {
     const void* weights;
     int64_t format;          // of `weights`, a `Format`

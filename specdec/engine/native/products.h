@@ -1,6 +1,6 @@
-// Rows times weights in panels: y = or += x W^T + bias, with weights in float32, bfloat16, float16 or int8.
+// Rows times weights in panels: y = or += x W^T + bias, with weights as `Format` has them.
 //
-// Weights of 16 bits become, as they are read, the float32 numbers that they are: half the memory, the same bits. A row
+// All but int8 become, as they are read, the float32 numbers that they are: less memory, the same bits. A row
 // alone and rows in company go through the same sums in the same order, whoever computes which panel. Included by
 // `step.cpp`.
 
@@ -34,16 +34,76 @@ inline void ask_ahead(const void* from) {
         __builtin_prefetch(static_cast<const char*>(from) + PREFETCH_BYTES + at);
 }
 
+// Reads a panel's weights as float32, input by input.
+template <class Weight>
+class Plain {
+public:
+    static constexpr bool ASKS_AHEAD = sizeof(Weight) < sizeof(float);
+
+    Plain(const Product& product, int64_t panel)
+        : from_(static_cast<const Weight*>(product.weights) + panel * product.inputs * PANEL) {}
+
+    template <bool AHEAD>
+    void next(Vector* weights) {
+        if constexpr (AHEAD) ask_ahead<PANEL * sizeof(Weight)>(from_);
+        for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(from_ + part * LANES);
+        from_ += PANEL;
+    }
+
+private:
+    const Weight* from_;
+};
+
+template <int BITS>
+class Scaled {
+public:
+    static constexpr bool ASKS_AHEAD = true;
+
+    Scaled(const Product& product, int64_t panel)
+        : from_(static_cast<const uint8_t*>(product.weights) + panel * (product.inputs / SHARED) * BYTES) {}
+
+    template <bool AHEAD>
+    void next(Vector* weights) {
+        if (left_ == 0) {
+            if constexpr (AHEAD) ask_ahead<BYTES>(from_);
+            const Float16* scales = reinterpret_cast<const Float16*>(from_);
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                scale_[part] = load(scales + part * LANES);
+                offset_[part] = load(scales + PANEL + part * LANES);
+            }
+            from_ += 2 * PANEL * sizeof(Float16);
+            left_ = SHARED;
+        }
+        Vector integers[PANEL_VECTORS];
+        if constexpr (BITS == 4)
+            load_halves(from_, integers[0], integers[1]);
+        else
+            for (int part = 0; part < PANEL_VECTORS; ++part)
+                integers[part] = load_signed(reinterpret_cast<const int8_t*>(from_) + part * LANES);
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            weights[part] = multiply_add(integers[part], scale_[part], offset_[part]);
+        from_ += PANEL * BITS / 8;
+        --left_;
+    }
+
+private:
+    static_assert(PANEL_VECTORS == 2, "the halves of a row's bytes are two vectors");
+    static constexpr int64_t BYTES = 2 * PANEL * sizeof(Float16) + SHARED * PANEL * BITS / 8;
+
+    const uint8_t* from_;
+    int64_t left_ = 0;
+    Vector scale_[PANEL_VECTORS], offset_[PANEL_VECTORS];
+};
+
 // ROWS rows of x times one panel. Weights are read once and stay in registers for all rows.
-template <int ROWS, class Weight>
+template <int ROWS, class Reader>
 void multiply_rows(const Product& product, int64_t panel, const float* x, int64_t x_stride, float* y, int64_t y_stride,
                    Into into) {
     Vector sums[ROWS][PANEL_VECTORS] = {};
-    const Weight* from = static_cast<const Weight*>(product.weights) + panel * product.inputs * PANEL;
-    for (int64_t input = 0; input < product.inputs; ++input, from += PANEL) {
-        if constexpr (ROWS > 2 && sizeof(Weight) < sizeof(float)) ask_ahead<PANEL * sizeof(Weight)>(from);
+    Reader reader(product, panel);
+    for (int64_t input = 0; input < product.inputs; ++input) {
         Vector weights[PANEL_VECTORS];
-        for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(from + part * LANES);
+        reader.template next<(ROWS > 2) && Reader::ASKS_AHEAD>(weights);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
             const Vector value = broadcast(x[row * x_stride + input]);
@@ -58,14 +118,14 @@ void multiply_rows(const Product& product, int64_t panel, const float* x, int64_
             put(product, panel * PANEL + part * LANES, sums[row][part], y + row * y_stride, into);
 }
 
-template <class Weight>
+template <class Reader>
 void multiply_panel(const Product& product, int64_t panel, const float* x, int64_t x_stride, int64_t rows, float* y,
                     int64_t y_stride, Into into) {
     while (rows > 0) {
         int done = 1;
 #define SPECDEC_ROWS(n)                                                           \
     if (n <= MAX_ROWS && rows >= n) {                                             \
-        multiply_rows<n, Weight>(product, panel, x, x_stride, y, y_stride, into); \
+        multiply_rows<n, Reader>(product, panel, x, x_stride, y, y_stride, into); \
         done = n;                                                                 \
     } else
         SPECDEC_ROWS(8)
@@ -75,7 +135,7 @@ void multiply_panel(const Product& product, int64_t panel, const float* x, int64
         SPECDEC_ROWS(4)
         SPECDEC_ROWS(3)
         SPECDEC_ROWS(2)
-        multiply_rows<1, Weight>(product, panel, x, x_stride, y, y_stride, into);
+        multiply_rows<1, Reader>(product, panel, x, x_stride, y, y_stride, into);
 #undef SPECDEC_ROWS
         rows -= done;
         x += done * x_stride;
@@ -205,9 +265,11 @@ void apply(const Product& product, const Batch& batch, const float* x, int64_t x
            int64_t y_stride, Into into) {
     const int64_t panels = padded(product.outputs) / PANEL;
     if (product.format != INT8) {
-        const auto multiply = product.format == BFLOAT16  ? multiply_panel<Bfloat16>
-                              : product.format == FLOAT16 ? multiply_panel<Float16>
-                                                          : multiply_panel<float>;
+        const auto multiply = product.format == BFLOAT16  ? multiply_panel<Plain<Bfloat16>>
+                              : product.format == FLOAT16 ? multiply_panel<Plain<Float16>>
+                              : product.format == SCALED4 ? multiply_panel<Scaled<4>>
+                              : product.format == SCALED8 ? multiply_panel<Scaled<8>>
+                                                          : multiply_panel<Plain<float>>;
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < panels; ++panel) multiply(product, panel, x, x_stride, rows, y, y_stride, into);
         return;

@@ -1,10 +1,8 @@
 """A worker whose steps are one call into the compiled kernels.
 
 It lays weights out as the kernels read them and a plan as the arrays they take (`layout.h`); what a step computes
-stands in `step.cpp`. Weights
-that 16 bits hold exactly are kept in 16 bits. Only Llama-shaped models that calculate in float32, on a CPU
-(`NativeRunner.fits`). Called
-by `engine.loader`.
+stands in `step.cpp`. Weights that a shorter format holds exactly are kept in it (`weight_formats`). Only Llama-shaped
+models that calculate in float32, on a CPU (`NativeRunner.fits`). Called by `engine.loader`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
-from enum import IntEnum
 from itertools import accumulate, chain
 from typing import cast
 
@@ -27,6 +24,7 @@ from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 from specdec.types import BLOCK_TOKENS
 
 _LARGEST_INT8 = 127
@@ -114,26 +112,6 @@ def _require_range(values: Sequence[int], size: int, what: str, of_what: str) ->
         raise IndexError(f"a {what} is outside the {size} {of_what}")
 
 
-class _Format(IntEnum):
-    """How a table of weights is stored; as `Format` in `layout.h`."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-    INT8 = 3
-
-
-_FORMAT_OF = {torch.float32: _Format.FLOAT32, torch.bfloat16: _Format.BFLOAT16, torch.float16: _Format.FLOAT16}
-
-
-def _shortest(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers in 16 bits where these hold every one of them, as they do what was stored in 16 bits."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal((short := weight.to(dtype)).float(), weight):
-            return short
-    return weight
-
-
 def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[outputs, inputs] -> integers in float32 [outputs, inputs], scales [outputs]."""
     # An output whose weights are all 0 keeps them: any scale will do.
@@ -164,7 +142,8 @@ class NativeRunner:
             kinds: how each layer attends.
             shape: what is told of the worker.
             is_int8: round the layers' weights to integers.
-            is_compact: keep in 16 bits what they hold exactly; the logits have the same bits either way.
+            is_compact: keep weights in the shortest format that holds them exactly; the logits have the same bits
+                either way.
         """
         self.shape = shape
         self._library = library
@@ -301,7 +280,9 @@ class NativeRunner:
         with torch.inference_mode():
             cosines, sines = inner.rotary_emb(torch.empty(0), positions)
         qk_norm = getattr(first, "q_norm", inner.norm)
-        embeddings = self._compact(inner.embed_tokens.weight.detach())
+        embeddings = inner.embed_tokens.weight.detach()
+        if self._is_compact:
+            embeddings = halved(embeddings)
         self._layers = layers
         return _Model(
             layers=layers,
@@ -312,7 +293,7 @@ class NativeRunner:
             head_dim=first.head_dim,
             mlp=model.config.intermediate_size,
             embeddings=self._keep(embeddings),
-            embedding_format=_FORMAT_OF[embeddings.dtype],
+            embedding_format=FORMAT_OF[embeddings.dtype],
             cosines=self._keep(cosines[0]),
             sines=self._keep(sines[0]),
             final_gains=self._keep(inner.norm.weight),
@@ -348,7 +329,7 @@ class NativeRunner:
         weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
         outputs, inputs = weight.shape
         scales = offsets = bias = None
-        format_ = _Format.INT8
+        format_ = Format.INT8
         if linears[0].bias is not None:
             bias = self._keep(self._pad(torch.cat([linear.bias.detach() for linear in linears])))
         if is_int8:
@@ -359,16 +340,11 @@ class NativeRunner:
             groups = rounded.to(torch.int8).view(-1, self._panel, rounded.shape[1] // self._group, self._group)
             packed = groups.transpose(1, 2)
         else:
-            weight = self._compact(weight)
-            format_ = _FORMAT_OF[weight.dtype]
-            packed = self._pad(weight).view(-1, self._panel, inputs).transpose(1, 2)
+            format_, packed = (pack_shortest if self._is_compact else pack)(self._pad(weight), self._panel)
         return _Product(
             weights=self._keep(packed), format=format_, scales=scales, offsets=offsets, bias=bias,
             inputs=inputs, outputs=outputs,
         )  # fmt: skip
-
-    def _compact(self, weight: torch.Tensor) -> torch.Tensor:
-        return _shortest(weight) if self._is_compact else weight
 
     def _pad(self, rows: torch.Tensor) -> torch.Tensor:
         """[outputs, ...] -> [whole panels of outputs, ...], zeros appended."""

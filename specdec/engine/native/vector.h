@@ -109,6 +109,37 @@ inline Vector load(const Float16* from) {
 #endif
 }
 
+// Bytes as numbers.
+inline Vector load_signed(const int8_t* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    Vector vector;
+    for (int lane = 0; lane < LANES; ++lane) vector[lane] = from[lane];
+    return vector;
+#endif
+}
+
+// Halves of bytes as numbers: the low ones, then the high ones.
+inline void load_halves(const uint8_t* from, Vector& low, Vector& high) {
+#if defined(__AVX512F__)
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    low = _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+    high = _mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4));
+#elif defined(__AVX2__)
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    low = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+    high = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
+#else
+    for (int lane = 0; lane < LANES; ++lane) {
+        low[lane] = from[lane] & 15;
+        high[lane] = from[lane] >> 4;
+    }
+#endif
+}
+
 inline void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
 
 inline Vector broadcast(float value) { return value - Vector{}; }
