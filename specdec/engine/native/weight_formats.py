@@ -7,7 +7,6 @@ rounds (`runner`). As `Format` and `Product` in `layout.h`. Called by `runner`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ FORMAT_OF = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, tor
 #: Inputs of an output that have their scale and their offset in common; `SHARED` in `layout.h`.
 SHARED = 32
 
-#: Rows that are tried first: most tables that a format does not hold show it there.
+#: Most tables that a format does not hold show it in their first rows.
 _FIRST_ROWS = 4
 
 
@@ -53,7 +52,7 @@ class Scaled(NamedTuple):
 def halved(weight: torch.Tensor) -> torch.Tensor:
     """The same numbers in 16 bits where these hold every one of them, else `weight` itself."""
     for dtype in (torch.bfloat16, torch.float16):
-        if _holds(weight, lambda part, dtype=dtype: part.to(dtype).float()):
+        if all(torch.equal(part.to(dtype).float(), part) for part in _from_small(weight)):
             return weight.to(dtype)
     return weight
 
@@ -67,7 +66,7 @@ def pack_shortest(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tenso
     """
     if weight.shape[1] % SHARED == 0:
         for format_, scale in ((Format.SCALED4, _scale4), (Format.SCALED8, _scale8)):
-            if _holds(weight, lambda part, scale=scale: scale(part).weight):
+            if all(torch.equal(scale(part).weight, part) for part in _from_small(weight)):
                 return format_, _pack_scaled(scale(weight), panel, format_)
     return pack(halved(weight), panel)
 
@@ -77,8 +76,9 @@ def pack(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tensor]:
     return FORMAT_OF[weight.dtype], weight.view(-1, panel, weight.shape[1]).transpose(1, 2)
 
 
-def _holds(weight: torch.Tensor, stored: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    return all(torch.equal(stored(part), part) for part in (weight[:_FIRST_ROWS], weight))
+def _from_small(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to try on: a few rows, then all."""
+    return weight[:_FIRST_ROWS], weight
 
 
 def _scale4(weight: torch.Tensor) -> Scaled:
