@@ -54,6 +54,7 @@ private:
     const Weight* from_;
 };
 
+// The same for weights of BITS bits that share scales and offsets (`Format`): a sum rounded once, as when they were made.
 template <int BITS>
 class Scaled {
 public:
