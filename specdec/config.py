@@ -43,7 +43,7 @@ _MAX_SHOWN_CHARACTERS = 64
 _VALUE_NAMES = {
     **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
-    "redis-url": "URL",
+    **dict.fromkeys(("redis-url", "tier-url"), "URL"),
     "config": "FILE",
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",
@@ -133,6 +133,12 @@ def _checked_redis_url(url: str) -> str:
     return url
 
 
+def _checked_tier_url(url: str) -> str:
+    if url and urlsplit(url).scheme not in _REDIS_SCHEMES[:-1]:
+        raise ValueError(f"must begin with redis://, rediss:// or unix://, not {url!r}")
+    return url
+
+
 def _split_commas(value: object) -> object:
     """Lists come as repeated flags, as comma-separated environment values, or as TOML arrays."""
     if isinstance(value, str):
@@ -151,6 +157,9 @@ AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_co
 
 RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
 """redis://, rediss://, unix:// or memory://."""
+
+OptionalTierUrl = Annotated[str, AfterValidator(_checked_tier_url)]
+"""redis://, rediss:// or unix://, or "" for none."""
 
 
 class ServiceSettings(BaseSettings):
@@ -249,6 +258,11 @@ class ReplicaSettings(ServiceSettings):
     """Share of a GPU's whole memory that this process may take: weights, KV cache and working memory. Give it where
     processes share a GPU: what each takes then does not depend on which starts first. --kv-cache-bytes wins over it.
     Unset: nearly all that is free once the weights are loaded."""
+
+    kv_tier_url: OptionalTierUrl = ""
+    """Redis of its own (maxmemory-policy allkeys-lru) in which KV of committed tokens is kept beyond this process, for
+    sessions that come to a replica that does not hold it: fetched where that is faster than computing it again, as
+    measured. Unset: none."""
 
     max_gamma: int = Field(default=16, ge=1, le=256)
     """Most draft tokens a round."""
