@@ -18,10 +18,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -137,6 +137,12 @@ def _checked_tier_url(url: str) -> str:
     if url and urlsplit(url).scheme not in _REDIS_SCHEMES[:-1]:
         raise ValueError(f"must begin with redis://, rediss:// or unix://, not {url!r}")
     return url
+
+
+def _server_of(url: str) -> tuple[str | None, int | None, str]:
+    """Which Redis process a URL means, whatever database of it."""
+    parts = urlsplit(url)
+    return (None, None, parts.path) if parts.scheme == "unix" else (parts.hostname, parts.port or 6379, "")
 
 
 def _split_commas(value: object) -> object:
@@ -277,6 +283,12 @@ class ReplicaSettings(ServiceSettings):
 
     registry_ttl_s: float = Field(default=10.0, gt=0.0)
     """How long the replica registry remembers this process after its last heartbeat; it beats three times as often."""
+
+    @model_validator(mode="after")
+    def _keep_sessions_from_eviction(self) -> Self:
+        if self.kv_tier_url and _server_of(self.kv_tier_url) == _server_of(self.redis_url):
+            raise ValueError("--kv-tier-url is the Redis of --redis-url: what evicts KV would evict sessions")
+        return self
 
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)

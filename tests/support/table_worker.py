@@ -55,6 +55,8 @@ class TableWorker:
         self.gate.set()
         self.entered = threading.Semaphore(0)
         """Released once a step, on entering `execute`."""
+        self.num_read = self.num_written = 0
+        """Blocks copied out and in."""
         self._spread = spread
         self._salt = salt
         self._slots = np.full((num_blocks * BLOCK_TOKENS, 2), -1, dtype=np.int64)  # token id, position
@@ -82,9 +84,11 @@ class TableWorker:
         return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), self.shape.vocabulary_size))
 
     def read_blocks(self, block_ids: Sequence[int]) -> np.ndarray:
+        self.num_read += len(block_ids)
         return self._blocks()[list(block_ids)].reshape(len(block_ids), -1).view(np.uint8)
 
     def write_blocks(self, block_ids: Sequence[int], rows: np.ndarray) -> None:
+        self.num_written += len(block_ids)
         self._blocks()[list(block_ids)] = np.ascontiguousarray(rows).view(np.int64).reshape(-1, BLOCK_TOKENS, 2)
 
     def logits_after(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,10 @@ class Replica:
         self.worker = worker
         self.tier = KvTier(url, space_of(worker))
         self.engine = Verifier(worker, ReplicaOptions(kv_tier=self.tier, **options))
+        self.num_turns = 0
+        """Of the device thread."""
+        inbox = self.engine._engine_loop._inbox
+        inbox.take = partial(self._take, inbox.take)
         if replay_s_per_token is not None:
             self.engine._engine_loop._scheduler.predict_replay_s = lambda num_tokens, kv_len: (
                 num_tokens * replay_s_per_token
@@ -52,11 +57,15 @@ class Replica:
         return await self.engine.verify(VerifyRequest(make_round(tokens, **position), NO_DRAFT, ()))
 
     def wait_up(self) -> None:
-        wait_until(lambda: self.tier.rule.bytes_per_s > 0 and self.tier._is_up)
+        wait_until(lambda: self.tier.is_up)
 
     def wait_written(self, num_bytes: int) -> None:
         """Until that many bytes were written in all."""
         wait_until(lambda: self.tier.tally.num_bytes["written"] >= num_bytes)
+
+    def _take(self, take: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.num_turns += 1
+        return take(*arguments, **options)
 
     async def close(self) -> None:
         """Ends it, and checks that nothing was left pinned."""
