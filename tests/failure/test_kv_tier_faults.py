@@ -224,7 +224,6 @@ async def test_a_tier_that_hangs_is_left_for_prefill_and_used_again_once_it_answ
     server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_link, "FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr(kv_link, "SOCKET_TIMEOUT_S", 0.2)
     await fill(server.url, prompt(0), prompt(1))
     async with replica_of(worker(), server.url) as cold:
         server.signal(signal.SIGSTOP)
