@@ -58,7 +58,7 @@ class KvFetch:
         self.is_over = True
         self._room.release()
         if is_late:
-            self._reader.note_late(self.patience_s)
+            self._reader.note_late()
 
     def wait_for_room(self) -> bool:
         """Waits until few enough runs are fetched and not copied in; False: nobody wants more."""
@@ -113,10 +113,9 @@ class KvReader:
         self._rule.observe_copy(num_bytes, seconds)
         self._tally.num_restored += 1
 
-    def note_late(self, patience_s: float) -> None:
-        """A fetch was not told to its end in time."""
+    def note_late(self) -> None:
+        """A fetch was not told to its end in time. Slow is not gone: what it takes is measured, and for the rule."""
         self._tally.choices["late"] += 1
-        self._link.fail(f"it did not answer within {patience_s * 1e3:.0f} ms")
 
     def close(self, patience_s: float) -> None:
         """Ends the thread; who is still told nothing by then will not be."""
