@@ -55,6 +55,10 @@ def add_parser(commands: Any) -> None:
         "port 0 takes free ones",
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
+    parser.add_argument(
+        "--kv-tier-url", default="", metavar="URL",
+        help="a second Redis (maxmemory-policy allkeys-lru) that keeps KV for replicas that do not hold it; default: none",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
@@ -185,6 +189,7 @@ def replicas(
                 *("--model", served.target if role == "target" else served.draft),
                 *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
                 *("--self-check", args.self_check, *_limits(args, role)),
+                *(("--kv-tier-url", args.kv_tier_url) if args.kv_tier_url else ()),
                 *("--listen", f"127.0.0.1:{port}", *_common(args, redis_url, metrics.get(name, ""))),
             ],
             _replica_environ(args, role, environ),
