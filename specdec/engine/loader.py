@@ -176,7 +176,9 @@ def _make_worker(
     """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
     if library is not None:
-        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
+        runner = NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
+        _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
+        return runner
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
     forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
     is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
