@@ -23,11 +23,13 @@ PREFIX = tuple(2 + (7 * index + index // 5) % 20 for index in range(8 * BLOCK_TO
 
 
 class Watched:
-    """Stands between an engine and its servicer: knows which sessions called, and counts misses."""
+    """Stands between an engine and its servicer: knows which sessions called and with what, and counts misses."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.sessions: set[str] = set()
+        self.start = 0
+        """Of the latest call: the tokens before it were not sent."""
         self.num_misses = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -41,6 +43,7 @@ class Watched:
 
     async def _note(self, request: Any, answer: Any) -> Any:
         self.sessions.add(request.position.session_id)
+        self.start = request.position.start
         try:
             return await answer
         except KvMiss:
@@ -116,7 +119,9 @@ async def test_a_turn_continued_through_the_other_coordinator_finds_its_replicas
                 # Of what the session held, the target lacked the last token alone: it is in no KV yet.
                 assert num_cached(output) >= held - 1
                 held += len(prompt) + len(output.token_ids)
-            assert len(rig.called_by(session_id, TARGET)) == len(rig.called_by(session_id, DRAFT)) == 1
+            used = rig.called_by(session_id, TARGET) + rig.called_by(session_id, DRAFT)
+            assert len(used) == 2
+            assert all(rig.watched[address].start > 0 for address in used)
         assert rig.num_misses == 0
 
 
@@ -168,6 +173,19 @@ async def test_a_prefix_is_known_to_others_before_the_turn_that_brought_it_has_e
         assert rig.called_by("beside", TARGET) == rig.called_by("running", TARGET)
         assert num_cached(output) == len(PREFIX)
         stream.cancel()
+
+
+async def test_a_session_that_begins_with_what_another_one_was_answered_goes_where_that_was(redis_url: str) -> None:
+    """As from clients that send the whole conversation every time."""
+    async with watched_rig(redis_url, num_each=4) as rig:
+        first, second = await rig.coordinator(), await rig.coordinator()
+        prompt = PREFIX[3:13]
+        opening = await first.generate(request(prompt, session_id="told", max_new_tokens=100))
+        conversation = (*prompt, *opening.token_ids, 4, 5)
+        output = await turn(second, "retold", conversation)
+        assert rig.called_by("retold", TARGET) == rig.called_by("told", TARGET)
+        assert rig.called_by("retold", DRAFT) == rig.called_by("told", DRAFT)
+        assert num_cached(output) >= 96
 
 
 async def test_a_dead_replica_that_the_directory_names_is_passed_over(redis_url: str) -> None:

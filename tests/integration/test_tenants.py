@@ -28,6 +28,7 @@ from tests.support.redis_fixture import redis_server, redis_url
 __all__ = ["redis_server", "redis_url"]
 
 PREFIX = tuple(2 + (5 * index + index // 7) % 20 for index in range(8 * BLOCK_TOKENS))
+GREEDY = SamplingFilters(temperature=0.0)
 TENANTS = (DEFAULT_TENANT, "acme", "ACME")
 
 
@@ -66,10 +67,14 @@ async def test_sessions_of_one_name_are_two_sessions_in_the_store_and_on_the_rep
                 # Neither takes the other's KV: all but the last token is there still.
                 assert num_cached(output) == (len(tokens) - 3 if number else 0)
                 tokens += output.token_ids
+        num_held = rig.target.engine.info().num_sessions
         await ours.stub.DeleteSession(pb.DeleteSessionRequest(session_id="one"))
+        assert rig.target.engine.info().num_sessions == num_held - 1
         assert num_cached(await turn(theirs, "one", (5,))) == len(said[1][1]) - 1
         with pytest.raises(NotFound):
             await ours.generations.record("one")
+        await theirs.stub.DeleteSession(pb.DeleteSessionRequest(session_id="one"))
+        assert rig.target.engine.info().num_sessions == num_held - 2
 
 
 def position(tenant: str, session_id: str, token_ids: Sequence[int]) -> SessionPosition:
@@ -80,7 +85,7 @@ def position(tenant: str, session_id: str, token_ids: Sequence[int]) -> SessionP
         start=0,
         prefix_hash=b"",
         token_ids=np.array(token_ids, np.uint32),
-        filters=SamplingFilters(temperature=0.0),
+        filters=GREEDY,
         seed=1,
         turn=0,
         output_start=len(token_ids),
