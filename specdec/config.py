@@ -32,6 +32,9 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specdec.errors import InvalidRequest
+from specdec.tenant import check_tenant
+
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 # Underscores are no part of a host's name, but container networks give them.
@@ -133,6 +136,13 @@ def _checked_redis_url(url: str) -> str:
     return url
 
 
+def _checked_tenant(tenant: str) -> str:
+    try:
+        return check_tenant(tenant)
+    except InvalidRequest as error:
+        raise ValueError(error.message.removeprefix("tenant: ")) from None
+
+
 def _split_commas(value: object) -> object:
     """Lists come as repeated flags, as comma-separated environment values, or as TOML arrays."""
     if isinstance(value, str):
@@ -151,6 +161,10 @@ AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_co
 
 RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
 """redis://, rediss://, unix:// or memory://."""
+
+
+TenantName = Annotated[str, AfterValidator(_checked_tenant)]
+"""1 to 64 letters, digits, "_", "." or "-"."""
 
 
 class ServiceSettings(BaseSettings):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.engines", "specdec.v1",
+    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.engines", "specdec.tenant", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -28,6 +28,7 @@ ALLOWED = {
     "specdec.types": set(),
     "specdec.errors": set(),
     "specdec.engines": set(),
+    "specdec.tenant": set(),
     "specdec.checkpoint": set(),
     "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),

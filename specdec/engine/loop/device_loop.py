@@ -60,6 +60,8 @@ class Load:
     """Share of KV blocks held by sessions, 0..1."""
     num_sessions: int
     """Sessions with KV."""
+    num_running: int
+    """Sessions that call."""
     draining: bool
     """Whether it refuses calls: it is closing, or its device is stalled."""
 
@@ -159,6 +161,7 @@ class EngineLoop:
         return Load(
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
+            num_running=self._sessions.num_running,
             draining=self._inbox.is_closed or self._watchdog.is_stalled,
         )
 
