@@ -7,8 +7,12 @@ several.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
@@ -38,6 +42,23 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What the bytes of a worker's KV blocks are. Blocks pass between workers only where all of this is equal."""
+
+    dtype: str
+    """Of the numbers."""
+    layer_bytes: tuple[int, ...]
+    """Bytes of one block in each layer."""
+    rank: str = "tp1.0"
+    """Which part of the model they belong to: `tpN.R` is rank R of N."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.layer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the layers above a worker must know of its model."""
 
@@ -50,6 +71,8 @@ class ModelShape:
     num_kv_blocks: int
     dtype: str
     device: str
+    kv_layout: KvLayout | None = None
+    """None: its blocks cannot be copied out and in."""
 
 
 class Worker(Protocol):
@@ -65,6 +88,20 @@ class Worker(Protocol):
             `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. They may still be in the making
             on an accelerator, but a step without any has ended.
         """
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copies KV blocks out; of one rank of several, its own part of them.
+
+        From any thread, while steps run too: whether a block was written meanwhile is the caller's to find out.
+
+        Returns:
+            uint8 [len(block_ids), shape.kv_layout.block_bytes]: of each block, layer after layer.
+        """
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copies into KV blocks what `read_blocks` of a worker of equal layout gave. Between two steps."""
         ...
 
 

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint, require_plain_weights
-from specdec.engine.base import ModelShape, Worker
+from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
@@ -118,7 +118,10 @@ def load_worker(
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         bytes_per_block = block_bytes(shapes, loaded.dtype)
         blocks = _pool_blocks(bytes_per_block, context, kv_cache_bytes, num_kv_blocks)
-        shape = _model_shape(loaded, directory, token_to_id, blocks, context, torch_device, is_int8=is_int8)
+        layout = KvLayout(
+            str(loaded.dtype).removeprefix("torch."), tuple(block_bytes([shape], loaded.dtype) for shape in shapes)
+        )
+        shape = _model_shape(loaded, directory, token_to_id, blocks, context, torch_device, layout, is_int8=is_int8)
         _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
                   shape.max_context_tokens)  # fmt: skip
         library = _native_library(compiling, loaded)
@@ -146,6 +149,7 @@ def _model_shape(
     num_blocks: int,
     context: int,
     device: torch.device,
+    kv_layout: KvLayout,
     *,
     is_int8: bool,
 ) -> ModelShape:
@@ -160,6 +164,7 @@ def _model_shape(
         num_kv_blocks=num_blocks,
         dtype=served_dtype,
         device=str(device),
+        kv_layout=kv_layout,
     )
 
 
