@@ -53,6 +53,24 @@ def require_servable(model: str, *, flag: str) -> None:
             raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
 
 
+def require_divisible(model: str, num_ranks: int) -> None:
+    """Looks at whether a model's attention heads divide among ranks; of a GGUF file its conversion tells.
+
+    Raises:
+        InvalidRequest: they do not.
+    """
+    if is_gguf(Path(model).expanduser()):
+        return
+    config = _read_config(model, locate_checkpoint(model, small_files_only=True))
+    text = config.get("text_config")
+    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
+    if isinstance(heads, int) and heads % num_ranks:
+        raise InvalidRequest(
+            f"--tensor-parallel {num_ranks} does not divide the model's {heads} attention heads",
+            field="tensor_parallel",
+        )
+
+
 def require_servable_pair(models: Mapping[str, str]) -> None:
     """Looks at a target, and at a draft that is to speak the same tokens.
 

@@ -7,8 +7,11 @@ several.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from specdec.errors import Unavailable
 
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
@@ -52,6 +55,10 @@ class ModelShape:
     device: str
 
 
+class WorkerLost(Unavailable):
+    """A part of a worker is gone, and with it the worker: no step will run, and what it cached is worth nothing."""
+
+
 class Worker(Protocol):
     """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
 
@@ -64,8 +71,20 @@ class Worker(Protocol):
             float32 [R, V] logits on the worker's device, V = `shape.vocabulary_size`, rows in the order of
             `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. They may still be in the making
             on an accelerator, but a step without any has ended.
+
+        Raises:
+            WorkerLost: this step or an earlier one lost the worker. Whatever else it raises is of this step alone.
         """
         ...
+
+    def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
+        """Names who is told, once and from any thread, when the worker is lost; at once where it is lost already.
+
+        A worker of one process is lost with that, and never says so.
+        """
+
+    def close(self) -> None:
+        """Lets go of whoever else works for it; after the last step, from the thread that ran them. Idempotent."""
 
 
 class StepObserver(Protocol):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.engines", "specdec.v1",
+    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.engines", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -32,6 +32,7 @@ ALLOWED = {
     "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),
     "specdec.preflight": set(),
+    "specdec.restarts": set(),
     "specdec.config": set(),
     "specdec.core": set(),
     "specdec.state": {"specdec.core"},
@@ -54,6 +55,7 @@ ALLOWED = {
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "native": {ENGINE + "base", ENGINE + "kept_files", ENGINE + "model"},
+    ENGINE + "parallel": {ENGINE + room for room in ("base", "model")},
     ENGINE + "loader": {ENGINE + room for room in ("base", "model", "compiled", "captured", "native")},
     # The coordinator, from the front door inwards.
     "coordinator.__main__": {"coordinator", *LIBRARY},
