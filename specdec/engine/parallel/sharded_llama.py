@@ -10,6 +10,7 @@ Called by `engine.parallel.rank_loader`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ from specdec.engine.model.projection import AnyProjection, Projection, Projectio
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting
+
+_log = logging.getLogger(__name__)
 
 
 def make_whole(config: PreTrainedConfig) -> PreTrainedModel:
@@ -58,7 +61,10 @@ class ShardedLlama:
         self._splitting = Splitting.of(whole.config, ranks.rank, ranks.num_ranks)
         with SliceReader(name, directory) as reader:
             self.model = _read(reader, whole, self._splitting, dtype, ranks.device)
-            self.num_bytes_read = reader.num_bytes
+            _log.info(
+                "read %d of %d bytes of weights", reader.num_bytes, reader.all_bytes,
+                extra={"share_read": reader.num_bytes / reader.all_bytes},
+            )  # fmt: skip
         self.model.generation_config = _generation_config(directory, whole.config)
         self.num_head_rows = int(whole.config.vocab_size)
 

@@ -42,12 +42,14 @@ class SliceReader:
         self._model = model
         self._open_files = ExitStack()
         self._file_of: dict[str, Any] = {}
-        for path in _files(model, directory):
+        files = _files(model, directory)
+        for path in files:
             try:
                 file = self._open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # safetensors has an error of its own for each fault
                 raise InvalidRequest(f"model {model!r} cannot be loaded: {error}", field="model") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
+        self.all_bytes = sum(path.stat().st_size for path in files)
 
     def __enter__(self) -> Self:
         return self
