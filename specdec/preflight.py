@@ -43,7 +43,7 @@ def require_servable(model: str, *, flag: str) -> None:
         return
     with _naming(flag):
         directory = locate_checkpoint(model, small_files_only=True)
-        config = _read_config(model, directory)
+        config = read_config(model, directory)
         _require_decoder_only(model, config)
         require_plain_weights(model, config.get("quantization_config"))
         if not (directory / "tokenizer.json").is_file():
@@ -51,24 +51,6 @@ def require_servable(model: str, *, flag: str) -> None:
         # Of a hub id the weights come later.
         if Path(model).expanduser().is_dir() and not _has_weights(directory):
             raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
-
-
-def require_divisible(model: str, num_ranks: int) -> None:
-    """Looks at whether a model's attention heads divide among ranks; of a GGUF file its conversion tells.
-
-    Raises:
-        InvalidRequest: they do not.
-    """
-    if is_gguf(Path(model).expanduser()):
-        return
-    config = _read_config(model, locate_checkpoint(model, small_files_only=True))
-    text = config.get("text_config")
-    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
-    if isinstance(heads, int) and heads % num_ranks:
-        raise InvalidRequest(
-            f"--tensor-parallel {num_ranks} does not divide the model's {heads} attention heads",
-            field="tensor_parallel",
-        )
 
 
 def require_servable_pair(models: Mapping[str, str]) -> None:
@@ -108,7 +90,8 @@ def _naming(flag: str) -> Iterator[None]:
         raise type(error)(f"{flag}: {error.message}", reason=error.reason, field=error.field) from error
 
 
-def _read_config(model: str, directory: Path) -> Mapping[str, Any]:
+def read_config(model: str, directory: Path) -> Mapping[str, Any]:
+    """A checkpoint's config.json, with a `model_type`. Raises InvalidRequest: there is none that can be read."""
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidRequest(f"model {model!r} has no config.json", field="model")

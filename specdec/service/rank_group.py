@@ -25,7 +25,8 @@ from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings
 from specdec.engine.simulated.pair import MODEL_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.preflight import require_divisible, require_servable
+from specdec.preflight import require_servable
+from specdec.rank_checks import require_divisible, require_supported
 from specdec.restarts import RestartPauses
 from specdec.service.lifecycle import run_to_exit_code, stop_on_signals
 
@@ -171,6 +172,7 @@ def _require_divided(settings: ReplicaSettings) -> None:
     """What small files tell, before anything is started."""
     if settings.model.startswith(MODEL_PREFIX):
         raise InvalidRequest("--tensor-parallel: simulated replicas have nothing to divide", field="tensor_parallel")
+    require_supported(device=settings.device, dtype=settings.dtype, compile_backend=settings.compile_backend)
     require_servable(settings.model, flag="--model")
     require_divisible(settings.model, settings.tensor_parallel)
     locate_checkpoint(settings.model)  # downloads it once, not once a rank

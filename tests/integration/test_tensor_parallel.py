@@ -205,7 +205,7 @@ def test_ranks_refuse_together_what_cannot_be_divided(rig: RankRig, tmp_path: Pa
     assert isinstance(error := refusal("gpt2"), Unsupported)
     assert error.message == "--tensor-parallel: transformers has no plan for dividing a model of type gpt2"
     assert isinstance(error := refusal("gemma3", {"num_key_value_heads": 1}), InvalidRequest)
-    assert error.message.startswith("--tensor-parallel 2 is more than the 1 KV heads of a model of type gemma3_text")
+    assert error.message.startswith("--tensor-parallel 2 does not divide the model's 1 KV heads, and ranks of a model")
     error = refusal("llama", {"num_attention_heads": 1, "num_key_value_heads": 1})
     assert error.message == "--tensor-parallel 2 does not divide the model's 1 attention heads"
     assert "--compile-backend auto or eager, not native" in refusal("llama", compile_backend="native").message

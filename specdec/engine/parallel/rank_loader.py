@@ -32,15 +32,15 @@ from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
-from specdec.engine.model.options import AUTO, EAGER
+from specdec.engine.model.options import AUTO
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.lead import LeadWorker
 from specdec.engine.parallel.lifeline import Lifeline
 from specdec.engine.parallel.sharded_llama import ShardedLlama, make_whole
-from specdec.engine.parallel.splitting import FLAG
 from specdec.engine.parallel.transformers_shards import TransformersShards
 from specdec.errors import InvalidRequest, Unsupported
+from specdec.rank_checks import FLAG, require_supported
 from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import load_vocabulary
 
@@ -82,13 +82,11 @@ def rank_device(name: str, local_rank: int) -> torch.device:
         local_rank: which of the ranks on this machine.
 
     Raises:
-        InvalidRequest: a GPU is named that all would share, or there are fewer than ranks.
+        InvalidRequest: there are fewer GPUs than ranks, or none such.
     """
     device = pick_device(name)
     if device.type == "cpu":
         return device
-    if device.index is not None:
-        raise InvalidRequest(f"{FLAG} gives each rank a GPU of its own: --device cuda, not {name}", field="device")
     if local_rank >= torch.cuda.device_count():
         raise InvalidRequest(
             f"{FLAG} needs a GPU for each rank on a machine, and this one has {torch.cuda.device_count()}",
@@ -104,7 +102,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         InvalidRequest: as `load_worker`, or the model's heads do not divide among the ranks.
         Unsupported: as `load_worker`, or the model, its files or a setting are not for several ranks.
     """
-    _require_supported(wanted)
+    require_supported(device=wanted.device, dtype=wanted.dtype, compile_backend=wanted.compile_backend)
     directory = locate_checkpoint(wanted.model)
     if wanted.num_threads is not None:
         torch.set_num_threads(wanted.num_threads)
@@ -149,16 +147,6 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         require_same(lead, reference, config.model_type)
         _log.info("self-check passed")
     return lead
-
-
-def _require_supported(wanted: RankModel) -> None:
-    if wanted.compile_backend not in (AUTO, EAGER):
-        raise Unsupported(
-            f"{FLAG} runs steps eagerly: --compile-backend auto or eager, not {wanted.compile_backend}",
-            field="compile_backend",
-        )
-    if wanted.dtype == "int8":
-        raise Unsupported(f"{FLAG} does not divide int8 weights: take float32 or bfloat16", field="dtype")
 
 
 def _require_part(

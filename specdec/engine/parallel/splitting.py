@@ -16,9 +16,7 @@ from typing import Self
 
 from transformers import PreTrainedConfig
 
-from specdec.errors import InvalidRequest
-
-FLAG = "--tensor-parallel"
+from specdec.rank_checks import require_even_heads, require_even_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,8 @@ class Splitting:
     def of(cls, config: PreTrainedConfig, rank: int, num_ranks: int) -> Self:
         """Raises InvalidRequest: the heads do not divide by so many ranks."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        require_divisible(heads, kv_heads, num_ranks)
+        require_even_heads(heads, num_ranks)
+        require_even_kv_heads(kv_heads, num_ranks, may_share=True)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(rank, num_ranks, heads, kv_heads, head_dim, config.intermediate_size, config.vocab_size)
 
@@ -116,19 +115,6 @@ class Splitting:
     def _filled(self, axis: int, size: int) -> Cut:
         width = _share(size, self.num_ranks)
         return Cut(axis, self.rank * width, min((self.rank + 1) * width, size))
-
-
-def require_divisible(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
-    """Raises InvalidRequest: that many heads cannot be divided among that many ranks."""
-    if num_heads % num_ranks:
-        raise InvalidRequest(
-            f"{FLAG} {num_ranks} does not divide the model's {num_heads} attention heads", field="tensor_parallel"
-        )
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        raise InvalidRequest(
-            f"{FLAG} {num_ranks} neither divides the model's {num_kv_heads} KV heads nor is a multiple of them",
-            field="tensor_parallel",
-        )
 
 
 def _share(size: int, num_ranks: int) -> int:

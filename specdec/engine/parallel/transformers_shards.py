@@ -20,8 +20,8 @@ from specdec.engine.model.checkpoint_model import first_line, quietly
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.engine.parallel.group import RankGroup
-from specdec.engine.parallel.splitting import FLAG, require_divisible
 from specdec.errors import InvalidRequest, Unsupported
+from specdec.rank_checks import FLAG, require_even_heads, require_even_kv_heads
 
 
 class TransformersShards:
@@ -72,13 +72,8 @@ def _require_plan(config: PreTrainedConfig, num_ranks: int) -> None:
         )
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if num_ranks > kv_heads:
-        raise InvalidRequest(
-            f"{FLAG} {num_ranks} is more than the {kv_heads} KV heads of a model of type {config.model_type}, which "
-            "its ranks cannot share",
-            field="tensor_parallel",
-        )
-    require_divisible(heads, kv_heads, num_ranks)
+    require_even_heads(heads, num_ranks)
+    require_even_kv_heads(kv_heads, num_ranks, may_share=False)
     if find_spec("accelerate") is None:
         raise Unsupported(
             f"{FLAG} for a model of type {config.model_type} needs the package accelerate (pip install accelerate)",
