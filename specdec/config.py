@@ -253,6 +253,10 @@ class ReplicaSettings(ServiceSettings):
     one session, compiled at the first start), any other backend of torch.compile that is installed, or auto: native on
     a CPU and captured on a GPU where it can, else eager."""
 
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """So many processes hold the model together, each its part of every layer, and run every step together: each on a
+    GPU of its own, or on its share of this machine's cores. They begin and end as one."""
+
     self_check: Literal["on", "off"] = "on"
     """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
     a model that this engine computes differently; off serves it as it is."""
@@ -272,7 +276,8 @@ class ReplicaSettings(ServiceSettings):
     cache may hold less."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the KV cache. Unset: chosen by the model and the memory there is."""
+    """Size of the KV cache, with --tensor-parallel of each process. Unset: chosen by the model and the memory there
+    is."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a GPU's whole memory that this process may take: weights, KV cache and working memory. Give it where

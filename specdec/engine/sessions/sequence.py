@@ -172,7 +172,7 @@ class Sequence:
 
     def block_names(self, first: int, end: int) -> list[bytes]:
         """What blocks [first, end) of this session are published as; all of them full."""
-        return list(self._block_hashes(first, end * BLOCK_TOKENS))
+        return list(self._block_names(first, end * BLOCK_TOKENS))
 
     def adopt_published(self, limit: int, blocks: BlockManager) -> None:
         """Takes over published blocks that hold this session's next tokens, for full blocks that end by `limit`."""
