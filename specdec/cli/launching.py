@@ -11,11 +11,21 @@ from collections.abc import Mapping
 
 from specdec.cli.processes import Child, free_ports
 from specdec.cli.services import Service
-from specdec.cli.up_flags import ROLES, Models, counts, later_metrics_address, utilization, value
+from specdec.cli.up_flags import (
+    ROLES,
+    UTILIZATION_ALONE,
+    Models,
+    counts,
+    later_metrics_address,
+    utilization,
+    value,
+)
 
 COORDINATOR = "coordinator"
 
 _DRAIN_GRACE_S = 3
+#: Idle threads spin for microseconds only (docs/LOG.md).
+_QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 
 def role_of(name: str) -> str:
@@ -35,6 +45,7 @@ class Launcher:
         redis_url: str,
         metrics: Mapping[str, str],
         environ: Mapping[str, str],
+        ray_address: str = "",
     ) -> None:
         """
         Args:
@@ -44,9 +55,10 @@ class Launcher:
             redis_url: what all of them share.
             metrics: where the services that are started first serve theirs, by name; empty where nobody wants them.
             environ: of the caller.
+            ray_address: of the cluster whose nodes replicas are placed on; "" for this machine alone.
         """
         self._args, self._served, self._endpoint, self._redis_url = args, served, endpoint, redis_url
-        self._metrics, self._environ = dict(metrics), environ
+        self._metrics, self._environ, self._ray_address = dict(metrics), environ, ray_address
         self._ports: set[int] = set()
         """Given to replicas so far: one that starts may not listen yet."""
 
@@ -70,6 +82,8 @@ class Launcher:
             num_alike: replicas of its role that there are to be.
         """
         role = role_of(name)
+        if self._ray_address:
+            return self._placed_replica(name, role)
         arguments = [*self._replica_arguments(role), "--listen", f"127.0.0.1:{self._free_port()}"]
         return Child(
             name,
@@ -77,6 +91,23 @@ class Launcher:
             [*arguments, *self._metrics_flag(name)],
             self._replica_environ(role, num_alike),
             shown_level=self._args.log_level,
+        )
+
+    def _placed_replica(self, name: str, role: str) -> Service:
+        """Starts what keeps a replica on a node of the cluster, with resources of its own."""
+        args = self._args
+        num_cpus = value(args, f"--num-threads-{role}") or self._environ.get("OMP_NUM_THREADS") or 1
+        placed = ["--ray-address", self._ray_address, "--name", name, "--role", role, "--cpus", str(num_cpus)]
+        placed += ["--gpus", "none" if args.device == "cpu" else "auto", *(["--metrics"] if args.metrics else [])]
+        share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
+        of_device = value(args, f"--gpu-memory-utilization-{role}") or UTILIZATION_ALONE  # no other rank is on its GPU
+        own = {**_QUIET, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
+        return Child(
+            name,
+            "specdec.cluster.placed_replica",
+            [*placed, "--", *self._replica_arguments(role)],
+            {**own, **self._environ},
+            shown_level=args.log_level,
         )
 
     def require_room(self, added: Mapping[str, int]) -> None:
@@ -116,8 +147,7 @@ class Launcher:
         return self._metrics.get(name, "")
 
     def _replica_environ(self, role: str, num_alike: int) -> Mapping[str, str]:
-        # Idle threads spin for microseconds only (docs/LOG.md).
-        quiet = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+        quiet = dict(_QUIET)
         # Draft and target work by turns, so a replica of each role may use all cores, and finds out whether it should.
         # Several of a role share them; one core is left to coordinator, store and client.
         if num_alike > 1:

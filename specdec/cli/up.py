@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from specdec.cli.control import ControlSocket
 from specdec.cli.fleet import Fleet
 from specdec.cli.health import is_serving
 from specdec.cli.launching import Launcher
+from specdec.cli.processes import Child
 from specdec.cli.services import Service
 from specdec.cli.up_flags import Models, Usage, add_parser
 from specdec.cli.waiting import Waiting
@@ -60,7 +62,18 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         if stop.is_set():
             return 0
         redis_url = _redis(args, stack)
-        launcher = Launcher(args, served, endpoint=endpoint, redis_url=redis_url, metrics=metrics, environ=environ)
+        if args.ray_address == "local":  # a Ray that runs what it is told by us alone
+            environ = {**environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own_ray = _own_ray(args, environ, waiting, stop, stack)
+        launcher = Launcher(
+            args,
+            served,
+            endpoint=endpoint,
+            redis_url=redis_url,
+            metrics=metrics,
+            environ=environ,
+            ray_address=own_ray.address if own_ray else args.ray_address,
+        )
         fleet = Fleet(launcher)
         stack.callback(fleet.stop)
         fleet.begin(up_flags.counts(args))
@@ -74,6 +87,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
             print(f"ready grpc={endpoint}", flush=True)
         while not stop.wait(_POLL_S):
             fleet.look()
+            if own_ray is not None and not own_ray.is_alive:
+                raise ChildFailed(
+                    f"{Unavailable.code} {Unavailable.default_reason}: Ray has ended ({own_ray.ending()})"
+                )
         return 0
 
 
@@ -94,6 +111,23 @@ def _redis(args: argparse.Namespace, stack: contextlib.ExitStack) -> str:
     from specdec.state.embedded import EmbeddedRedis
 
     return stack.enter_context(EmbeddedRedis()).url
+
+
+def _own_ray(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    waiting: Waiting,
+    stop: threading.Event,
+    stack: contextlib.ExitStack,
+) -> Service | None:
+    """The Ray of `--ray-address local`, once it runs. Raises ChildFailed: it does not."""
+    if args.ray_address != "local":
+        return None
+    ray = Child("ray", "specdec.cluster.own_ray", [], environ)
+    stack.callback(ray.stop)
+    _poll([ray], waiting, stop, lambda: ray.has_started)
+    ray.relay()
+    return ray
 
 
 def _check_models(served: Models, waiting: Waiting, stop: threading.Event) -> None:

@@ -24,7 +24,7 @@ ROLES = ("target", "draft")
 #: Shares of the device's memory where nothing is said. A small draft keeps the keys and values of as many tokens as its
 #: target and needs nearly as much for each, but few weights. The rest is for what each process holds beside its model.
 _UTILIZATION = {"target": 0.6, "draft": 0.3}
-_UTILIZATION_ALONE = 0.9
+UTILIZATION_ALONE = 0.9
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -58,6 +58,11 @@ def add_parser(commands: Any) -> None:
         help="Prometheus metrics of the coordinator, and at the ports after it of each target, then of each draft; "
         "port 0 takes free ones",
     )  # fmt: skip
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", default="",
+        help="place replicas on the nodes of this Ray cluster: HOST:PORT, auto (the one this machine belongs to) or "
+        "local (one started for this); needs the package ray",
+    )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
@@ -80,7 +85,7 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(
             f"--gpu-memory-utilization-{role}", type=float, metavar="SHARE",
             help=f"share of a GPU's memory for all {role} replicas together; default {share}"
-            + (f", without a draft {_UTILIZATION_ALONE}" if role == "target" else ""),
+            + (f", without a draft {UTILIZATION_ALONE}" if role == "target" else ""),
         )  # fmt: skip
         parser.add_argument(
             f"--kv-cache-bytes-{role}", type=int, metavar="N",
@@ -102,6 +107,8 @@ def check(args: argparse.Namespace) -> None:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
         raise Usage("--replicas-draft without --draft: name a draft with the target's vocabulary")
+    if args.ray_address not in ("", "local") and args.redis_url == "memory://":
+        raise Usage("--ray-address needs --redis-url: a Redis that every node of the cluster reaches")
     if args.target.startswith(SIMULATED_PREFIX) and not args.tokenizer:
         raise Usage("a simulated target has no tokenizer: name one with --tokenizer")
     if args.max_context_tokens is not None and args.max_context_tokens < 1:
@@ -137,6 +144,8 @@ def models(args: argparse.Namespace) -> Models:
     target, draft = args.target or str(demo / "target"), args.draft or str(demo / "draft")
     if not (args.target and (args.draft or not num_drafts(args))) and not (demo / "target").is_dir():
         raise Usage(f"no demo pair in {demo}: give --target and --draft")
+    if args.ray_address:  # a relative path is another one on another machine
+        target, draft = (str(Path(model).absolute()) if Path(model).exists() else model for model in (target, draft))
     return Models(target, draft if num_drafts(args) else "")
 
 
@@ -189,7 +198,9 @@ def later_metrics_address(args: argparse.Namespace, taken: Collection[str]) -> s
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The services that are started, the coordinator first."""
+    """The services that are started on this machine, the coordinator first."""
+    if args.ray_address:
+        return ["coordinator"]
     return ["coordinator", *(f"{role}-{index}" for role, count in counts(args).items() for index in range(count))]
 
 
@@ -203,7 +214,7 @@ def utilization(args: argparse.Namespace, role: str) -> float:
     given: float | None = value(args, f"--gpu-memory-utilization-{role}")
     if given is not None:
         return given
-    return _UTILIZATION[role] if num_drafts(args) else _UTILIZATION_ALONE
+    return _UTILIZATION[role] if num_drafts(args) else UTILIZATION_ALONE
 
 
 def value(args: argparse.Namespace, flag: str) -> Any:

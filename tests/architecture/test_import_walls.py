@@ -39,7 +39,7 @@ ALLOWED = {
     "specdec.rpc": {"specdec.core", "specdec.observability"},
     "specdec.service": {"specdec.engine", "specdec.observability", "specdec.rpc", "specdec.state"},
     "specdec.client": {"specdec.rpc"},
-    "specdec.cluster": set(),
+    "specdec.cluster": {"specdec.rpc"},
     "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.rpc", "specdec.state"},
     # The engine, ground floor first.
     ENGINE + "base": set(),
