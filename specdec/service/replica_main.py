@@ -25,8 +25,8 @@ from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings, cache_directory, parse_settings
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
-from specdec.engines import Engine
+from specdec.engine.simulated.pair import simulated_pair
+from specdec.engines import SIMULATED_PREFIX, Engine
 from specdec.errors import InvalidRequest
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
@@ -142,7 +142,7 @@ def _load_engine(
     ending: AsyncExitStack,
 ) -> Engine:
     prefill_budget_s = settings.prefill_budget_ms / 1e3
-    if settings.model.startswith(MODEL_PREFIX):
+    if settings.model.startswith(SIMULATED_PREFIX):
         if settings.max_context_tokens is not None:
             raise InvalidRequest("simulated replicas have a context of their own", field="max_context_tokens")
         if settings.kv_tier_url:

@@ -43,7 +43,8 @@ ALLOWED = {
     "specdec.rpc": {"specdec.core", "specdec.observability"},
     "specdec.service": {"specdec.engine", "specdec.observability", "specdec.rpc", "specdec.state"},
     "specdec.client": {"specdec.rpc"},
-    "specdec.cli": {"specdec.client", "specdec.rpc", "specdec.state"},
+    "specdec.cluster": {"specdec.rpc"},
+    "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.rpc", "specdec.state"},
     # The engine, ground floor first.
     ENGINE + "base": set(),
     ENGINE + "kept_files": set(),
@@ -189,9 +190,9 @@ def test_a_front_without_grpc_can_check_its_requests_without_protobuf() -> None:
     assert not loaded_after("import coordinator.front.validation") & {"google", "grpc"}
 
 
-def test_the_client_and_command_line_load_no_torch() -> None:
-    names = [*modules_of("specdec.client"), *modules_of("specdec.cli")]
-    assert "torch" not in loaded_after("\n".join(f"import {name}" for name in names))
+def test_the_client_and_command_line_load_neither_torch_nor_ray() -> None:
+    names = [name for room in ("client", "cli", "cluster") for name in modules_of(f"specdec.{room}")]
+    assert not loaded_after("\n".join(f"import {name}" for name in names)) & {"torch", "ray"}
 
 
 def test_sessions_and_schedules_and_the_engines_simulated_on_them_load_no_torch() -> None:
