@@ -32,6 +32,9 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specdec.errors import InvalidRequest
+from specdec.tenant import check_tenant
+
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 # Underscores are no part of a host's name, but container networks give them.
@@ -133,6 +136,13 @@ def _checked_redis_url(url: str) -> str:
     return url
 
 
+def _checked_tenant(tenant: str) -> str:
+    try:
+        return check_tenant(tenant)
+    except InvalidRequest as error:
+        raise ValueError(error.message.removeprefix("tenant: ")) from None
+
+
 def _checked_tier_url(url: str) -> str:
     if url and urlsplit(url).scheme not in _REDIS_SCHEMES[:-1]:
         raise ValueError(f"must begin with redis://, rediss:// or unix://, not {url!r}")
@@ -166,6 +176,10 @@ RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
 
 OptionalTierUrl = Annotated[str, AfterValidator(_checked_tier_url)]
 """redis://, rediss:// or unix://, or "" for none."""
+
+
+TenantName = Annotated[str, AfterValidator(_checked_tenant)]
+"""1 to 64 letters, digits, "_", "." or "-"."""
 
 
 class ServiceSettings(BaseSettings):
@@ -239,6 +253,10 @@ class ReplicaSettings(ServiceSettings):
     one session, compiled at the first start), any other backend of torch.compile that is installed, or auto: native on
     a CPU and captured on a GPU where it can, else eager."""
 
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """So many processes hold the model together, each its part of every layer, and run every step together: each on a
+    GPU of its own, or on its share of this machine's cores. They begin and end as one."""
+
     self_check: Literal["on", "off"] = "on"
     """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
     a model that this engine computes differently; off serves it as it is."""
@@ -258,7 +276,8 @@ class ReplicaSettings(ServiceSettings):
     cache may hold less."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the KV cache. Unset: chosen by the model and the memory there is."""
+    """Size of the KV cache, with --tensor-parallel of each process. Unset: chosen by the model and the memory there
+    is."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a GPU's whole memory that this process may take: weights, KV cache and working memory. Give it where

@@ -7,12 +7,14 @@ several.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specdec.errors import Unavailable, Unsupported
 
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
@@ -75,6 +77,10 @@ class ModelShape:
     """None: its blocks cannot be copied out and in."""
 
 
+class WorkerLost(Unavailable):
+    """A part of a worker is gone, and with it the worker: no step will run, and what it cached is worth nothing."""
+
+
 class Worker(Protocol):
     """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
 
@@ -87,22 +93,36 @@ class Worker(Protocol):
             float32 [R, V] logits on the worker's device, V = `shape.vocabulary_size`, rows in the order of
             `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. They may still be in the making
             on an accelerator, but a step without any has ended.
+
+        Raises:
+            WorkerLost: this step or an earlier one lost the worker. Whatever else it raises is of this step alone.
         """
         ...
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copies KV blocks out; of one rank of several, its own part of them.
+        """Copies KV blocks out; of one rank of several, its own part of them. Only where `shape.kv_layout` is given.
 
         From any thread, while steps run too: whether a block was written meanwhile is the caller's to find out.
 
         Returns:
             uint8 [len(block_ids), shape.kv_layout.block_bytes]: of each block, layer after layer.
         """
-        ...
+        raise Unsupported("this worker's KV blocks cannot be copied")
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copies into KV blocks what `read_blocks` of a worker of equal layout gave. Between two steps."""
-        ...
+        raise Unsupported("this worker's KV blocks cannot be copied")
+
+    def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
+        """Names who is told, once and from any thread, when the worker is lost; at once where it is lost already.
+
+        A worker of one process is lost with that, and never says so.
+        """
+        return
+
+    def close(self) -> None:
+        """Lets go of whoever else works for it; after the last step, from the thread that ran them. Idempotent."""
+        return
 
 
 class StepObserver(Protocol):

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from specdec.engine.base import KvLayout, ModelShape, SequenceSlice, StepPlan
+from specdec.engine.base import KvLayout, ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.types import BLOCK_TOKENS
 
 
-class TableWorker:
+class TableWorker(Worker):
     """Implements `specdec.engine.base.Worker`."""
 
     def __init__(

@@ -14,7 +14,7 @@ All state below belongs to the device thread. The asyncio side only posts to the
 does ahead of its calls (`ahead`) gets the steps in which no call could run, so a call waits for at most one of them.
 
 While a step is beyond its time (`watchdog`) every call fails at once; once it ends, the loop goes on. A device that
-fails for good (`device_health`) ends it.
+fails for good (`device_health`) ends it, and so does a worker that loses one of its ranks, whether a step runs or not.
 
 Not here: what the logits mean (`Program`), which tokens run (`scheduler`).
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 
-from specdec.engine.base import StepObserver, Worker
+from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.loop.ahead import Ahead, Branch
 from specdec.engine.loop.cold_tier import ColdTier
 from specdec.engine.loop.delivery import Outbox, Waiter
@@ -63,6 +64,8 @@ class Load:
     """Share of KV blocks held by sessions, 0..1."""
     num_sessions: int
     """Sessions with KV."""
+    num_running: int
+    """Sessions that call."""
     draining: bool
     """Whether it refuses calls: it is closing, or its device is stalled."""
 
@@ -116,6 +119,8 @@ class EngineLoop:
         self._watchdog = self._steps.watchdog
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # whoever stops awaiting it does not cancel it
+        self._worker = worker
+        worker.watch(self._note_lost)
         self._thread = threading.Thread(target=self._run, name="specdec-device", daemon=True)
         self._thread.start()
 
@@ -177,6 +182,7 @@ class EngineLoop:
         return Load(
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
+            num_running=self._sessions.num_running,
             draining=self._inbox.is_closed or self._watchdog.is_stalled,
         )
 
@@ -201,6 +207,19 @@ class EngineLoop:
         while self._thread.is_alive() and not self._watchdog.is_stalled:
             self._thread.join(LOOK_INTERVAL_S)
 
+    def _note_lost(self, lost: WorkerLost) -> None:
+        """The worker is gone while nothing runs, or while a step waits for what is gone. Any thread."""
+        self._watchdog.give_up(f"{lost.message}; the replica ends")
+        self._set_ended(DeviceLost(lost.message))
+
+    def _set_ended(self, error: SpecdecError | None = None) -> None:
+        """What comes first counts: a worker is lost in one thread, while another finds out by itself."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+
     # Everything below runs on the device thread.
 
     def _run(self) -> None:
@@ -214,14 +233,15 @@ class EngineLoop:
             finally:
                 self._watchdog.end()
                 self._end(outcome)
+                self._worker.close()
         except DeviceLost as lost:
             _log.critical("%s", lost.message)
-            self._ended.set_exception(lost)
+            self._set_ended(lost)
         except BaseException as error:
             _log.critical("the device thread broke down", exc_info=True)
-            self._ended.set_exception(Internal(f"the engine's device thread broke down: {error!r}"))
+            self._set_ended(Internal(f"the engine's device thread broke down: {error!r}"))
         else:
-            self._ended.set_result(None)
+            self._set_ended()
 
     def _run_turns(self) -> None:
         with torch.inference_mode():

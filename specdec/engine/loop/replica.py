@@ -104,6 +104,7 @@ class ReplicaEngine:
             kv_block_tokens=BLOCK_TOKENS,
             kv_usage=load.kv_usage,
             num_sessions=load.num_sessions,
+            num_running=load.num_running,
             draining=load.draining,
             dtype=self._shape.dtype,
             device=self._shape.device,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
+from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.attention import PagedContext, attending
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.kv_cache import KvCache
@@ -54,7 +54,7 @@ class TransformersForward:
         return logits
 
 
-class ModelRunner:
+class ModelRunner(Worker):
     """Implements `engine.base.Worker`. Not thread-safe: one step at a time."""
 
     def __init__(

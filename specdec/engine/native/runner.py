@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
+from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
@@ -119,7 +119,7 @@ def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.round(weight / scale[:, None]), scale
 
 
-class NativeRunner:
+class NativeRunner(Worker):
     """Implements `engine.base.Worker`. Not thread-safe: one step at a time."""
 
     def __init__(

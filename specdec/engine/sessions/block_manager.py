@@ -6,8 +6,9 @@ A block is in exactly one of three states:
     held      its reference count says how many block tables contain it
     cached    nobody holds it, but it is published, so a table may still adopt it; the least recently held goes first
 
-Publishing names a block by the chain hash of every token up to its end. Only full blocks of committed tokens are
-published, and a published block is never written again: that is the caller's part of the bargain.
+Publishing names a block by the chain hash of every token up to its end, salted by the tenant (`specdec.core.chain`).
+Only full blocks of committed tokens are published, and a published block is never written again: that is the caller's
+part of the bargain.
 
 Not here: tensors, tokens, sessions, threads. Called by `specdec.engine.sessions.table` from the device thread alone,
 `stamps` apart.
