@@ -30,7 +30,7 @@ from specdec.types import BLOCK_TOKENS
 
 PROMPT_TOKENS = 1_500
 NEW_TOKENS = (7, 8, 9, 10)
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 8
 NUM_HALVES = 2
 NUM_RUNS = PROMPT_TOKENS // (RUN_BLOCKS * BLOCK_TOKENS)
 #: Of the demo pair's tokenizer.

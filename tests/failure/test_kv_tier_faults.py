@@ -188,6 +188,16 @@ async def test_blocks_of_another_model_dtype_or_rank_are_never_used(
         assert await asked(replica, prompt(0)) == 0
 
 
+async def test_blocks_of_another_tenant_are_never_used(server: RedisServer) -> None:
+    async with replica_of(worker(), server.url) as first:
+        await asked(first, prompt(0), session_id="a", tenant="one")
+        await asyncio.to_thread(first.wait_written, NUM_RUNS * RUN_BYTES)
+    async with replica_of(worker(), server.url) as cold:
+        assert await asked(cold, prompt(0), session_id="b", tenant="two") == 0
+        assert await asked(cold, prompt(0), session_id="c") == 0
+        assert await asked(cold, prompt(0), session_id="d", tenant="one") == NUM_RUNS * RUN_TOKENS
+
+
 async def test_a_tier_that_forgets_most_of_it_changes_no_token(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, arguments=("--maxmemory", "1600kb", "--maxmemory-policy", "allkeys-lru"))
     server.start()
