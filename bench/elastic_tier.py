@@ -135,10 +135,11 @@ def _run_second_turns(
         turns = interleave(
             range(len(prompts)), {name: partial(measure, name=name) for name in clients}, after_each=advance
         )
-        num_restored = _runs_restored(metrics)
+        figures = _figures(metrics)
+    num_restored = sum(value for name, value in figures.items() if name.startswith("runs_restored_total"))
     expected = (len(prompts) - num_halves) * NUM_RUNS + num_halves * (NUM_RUNS // 2)
     if num_restored != expected:
-        raise RuntimeError(f"{num_restored} runs of KV were restored instead of {expected}")
+        raise RuntimeError(f"{num_restored:.0f} runs of KV were restored instead of {expected}: {figures}")
     return turns
 
 
@@ -171,12 +172,13 @@ def _num_values(tier: redis.Redis) -> int:
     return sum(b":probe:" not in key for key in tier.scan_iter("specdec-kv:*", count=10_000))
 
 
-def _runs_restored(metrics: str) -> int:
+def _figures(metrics: str) -> dict[str, float]:
+    """The target's series of the tier."""
     with urllib.request.urlopen(f"http://{metrics}/metrics") as response:
         lines = response.read().decode().splitlines()
-    return round(
-        sum(float(line.split()[-1]) for line in lines if line.startswith("specdec:kv_tier_runs_restored_total"))
-    )
+    beginning = "specdec:kv_tier_"
+    series = (line.removeprefix(beginning).rpartition(" ") for line in lines if line.startswith(beginning))
+    return {name: float(value) for name, _, value in series}
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

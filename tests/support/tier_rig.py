@@ -39,13 +39,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Replica:
-    """A verifier with a tier, whose rule believes that prefill is slow unless told otherwise."""
+    """A target, or a draft, with a tier, whose rule believes that prefill is slow unless told otherwise."""
 
-    def __init__(self, worker: Any, url: str, *, replay_s_per_token: float | None = 1.0, **options: Any) -> None:
+    def __init__(
+        self, worker: Any, url: str, *, replay_s_per_token: float | None = 1.0, kind: type[Any] = Verifier
+    ) -> None:
         """`replay_s_per_token`: what prefill is believed to cost; None: as measured."""
         self.worker = worker
         self.tier = KvTier(url, space_of(worker))
-        self.engine = Verifier(worker, ReplicaOptions(kv_tier=self.tier, **options))
+        self.engine = kind(worker, ReplicaOptions(kv_tier=self.tier))
         self.num_turns = 0
         """Of the device thread."""
         inbox = self.engine._engine_loop._inbox
