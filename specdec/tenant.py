@@ -32,12 +32,12 @@ def check_tenant(tenant: str, *, field: str = "tenant") -> str:
     return tenant
 
 
-def session_on_replica(tenant: str, session_id: str) -> str:
+def session_on_replica(tenant: str, session_id: str, *, field: str = "session_id") -> str:
     """The name of a tenant's session on a replica, where sessions of all tenants lie side by side.
 
     Raises:
         InvalidRequest: the id begins as the names of other tenants' sessions do.
     """
     if session_id.startswith("{"):
-        raise InvalidRequest("session_id: must not begin with '{'", field="session_id")
+        raise InvalidRequest(f"{field}: must not begin with '{{'", field=field)
     return session_id if tenant == DEFAULT_TENANT else f"{{{tenant}}}{session_id}"

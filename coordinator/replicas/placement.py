@@ -135,7 +135,7 @@ class SessionReplicas:
             return
         self._assumed_len = 0  # nobody else holds any of it
         for target in self._pools.targets():
-            if target.incarnation in lengths and target.takes_sessions and self._fits(target, ()):
+            if target.incarnation in lengths and target.takes_sessions:
                 self._target = self._take_back(target, self._target, lengths)
         for draft in self._pools.drafts(self.draft_pool):
             if draft.incarnation in lengths and draft.takes_sessions:

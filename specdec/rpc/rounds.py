@@ -120,7 +120,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         int(message.draw_rule) in (DrawRule.DISTRIBUTION, DrawRule.COUPLED), "round.draw_rule", "must be LAW or COUPLED"
     )
     return SessionPosition(
-        session_id=session_on_replica(tenant, message.session_id),
+        session_id=session_on_replica(tenant, message.session_id, field="round.session_id"),
         epoch=message.epoch,
         round_id=message.round_id,
         start=message.start,

@@ -82,7 +82,9 @@ class ReplicaServicer:
                 field="session_ids",
             )
         tenant = tenant_of(request.tenant, field="tenant")
-        await self._served.release([session_on_replica(tenant, session_id) for session_id in request.session_ids])
+        await self._served.release(
+            [session_on_replica(tenant, session_id, field="session_ids") for session_id in request.session_ids]
+        )
         return common_pb2.ReleaseResponse()
 
     async def GetEngineInfo(self, request: common_pb2.GetEngineInfoRequest, context: Any) -> common_pb2.EngineInfo:  # noqa: N802
