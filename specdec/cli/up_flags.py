@@ -29,6 +29,10 @@ UTILIZATION_ALONE = 0.9
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+#: Values of `--draft` that name no model.
+_LOOKUPS = ("ngram", "suffix")
+
+
 class Usage(Exception):
     """Flags that make no sense, alone or together."""
 
@@ -42,13 +46,31 @@ class Models:
     """"" for target-only."""
 
 
+class _Draft(argparse.Action):
+    """Tells a model from the kinds of drafts that need none: `draft` is the model, `lookup` are the kinds."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
+    ) -> None:
+        if given in _LOOKUPS:
+            namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
+        elif namespace.draft:
+            raise argparse.ArgumentError(self, f"{namespace.draft} and {given} are two models; there can be one")
+        else:
+            namespace.draft = given
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
     model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
     parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
     parser.add_argument(
-        "--draft", **model, help="draft model, for speculation; default: the demo pair's, beside another target none"
-    )
+        "--draft", **model, action=_Draft,
+        help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
+        "drafts found in the session's text, or in other outputs as well, without a model. Repeatable: where "
+        "nothing is found the model is asked",
+    )  # fmt: skip
+    parser.set_defaults(lookup=())
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
     )
@@ -128,10 +150,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def num_drafts(args: argparse.Namespace) -> int:
-    """Draft replicas: none beside a target of the caller's that comes alone."""
+    """Draft replicas: none beside a target of the caller's that comes alone, or where only text is looked at."""
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
-    return 0 if args.target and not args.draft else 1
+    return 0 if (args.target or args.lookup) and not args.draft else 1
 
 
 def models(args: argparse.Namespace) -> Models:
