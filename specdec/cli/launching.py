@@ -131,6 +131,8 @@ class Launcher:
                 given += [flag, str(number)]
         if self._args.max_context_tokens is not None:
             given += ["--max-context-tokens", str(self._args.max_context_tokens)]
+        if self._args.kv_tier_url:
+            given += ["--kv-tier-url", self._args.kv_tier_url]
         return given
 
     def _common(self) -> list[str]:

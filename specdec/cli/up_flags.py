@@ -86,6 +86,10 @@ def add_parser(commands: Any) -> None:
         "local (one started for this); needs the package ray",
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
+    parser.add_argument(
+        "--kv-tier-url", default="", metavar="URL",
+        help="a second Redis (maxmemory-policy allkeys-lru) that keeps KV for replicas that do not hold it; default: none",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
