@@ -63,6 +63,11 @@ def connect(address: str, namespace: str) -> Any:
         Unsupported: Ray is not installed, or the cluster has another version.
         Unavailable: nobody answers there in time, or this machine is none of its nodes.
     """
+    if address != "auto":
+        try:
+            check_dialable(address)
+        except ValueError as error:
+            raise InvalidRequest(f"--ray-address {error}", field="ray_address") from error
     ray = import_ray()
     resolved = _resolve(address)
     _require_answer(resolved, ray.__version__, told=f"--ray-address {address}")
@@ -83,12 +88,10 @@ def _resolve(address: str) -> str:
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
     try:
-        if address != "auto":
-            check_dialable(address)
         return str(canonicalize_bootstrap_address_or_die(address))
     except ConnectionError as error:
         raise Unavailable(f"--ray-address {address}: no Ray runs on this machine") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # a name that nobody knows
         raise InvalidRequest(f"--ray-address {address}: {first_sentence(error)}", field="ray_address") from error
 
 

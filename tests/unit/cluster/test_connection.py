@@ -58,7 +58,9 @@ def test_auto_on_a_machine_without_ray_running(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x", "http://127.0.0.1:1"])
 def test_what_is_no_address(address: str, environ: dict[str, str]) -> None:
-    assert f": --ray-address {address}: " in told(place(address, **environ))
+    line = told(place(address, **environ))
+    assert line.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: --ray-address must be HOST:PORT")
+    assert address in line
 
 
 def test_ray_is_not_installed(environ: dict[str, str], tmp_path: Path) -> None:
