@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specdec.cli.services import Service
-
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 30.0
-#: After so long in one piece, what was before is forgotten.
-_HEALTHY_S = 60.0
+from specdec.restarts import RestartPauses
 
 
 @dataclass(slots=True)
@@ -25,8 +21,8 @@ class _Watched:
 
     started_s: float
     """When it was last started."""
-    pause_s: float = _FIRST_PAUSE_S
-    """Before the next restart."""
+    pauses: RestartPauses = field(default_factory=RestartPauses)
+    """Before each restart."""
     restart_at_s: float | None = None
     """Once it has ended."""
     is_back: bool = True
@@ -65,11 +61,9 @@ class Supervisor:
 
     def _note_end(self, service: Service, watched: _Watched) -> None:
         now_s = self._clock()
-        if now_s - watched.started_s >= _HEALTHY_S:
-            watched.pause_s = _FIRST_PAUSE_S
-        watched.restart_at_s = now_s + watched.pause_s
-        service.say(f"ended ({service.ending()}), restarting in {watched.pause_s:.0f} s")
-        watched.pause_s = min(2 * watched.pause_s, _LONGEST_PAUSE_S)
+        pause_s = watched.pauses.next_s(lived_s=now_s - watched.started_s)
+        watched.restart_at_s = now_s + pause_s
+        service.say(f"ended ({service.ending()}), restarting in {pause_s:.0f} s")
 
     def _restart(self, index: int, watched: _Watched) -> None:
         service = self._services[index]

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.engines", "specdec.v1",
+    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
+    "specdec.engines", "specdec.tenant", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -28,10 +29,13 @@ ALLOWED = {
     "specdec.types": set(),
     "specdec.errors": set(),
     "specdec.engines": set(),
+    "specdec.tenant": set(),
     "specdec.checkpoint": set(),
     "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),
     "specdec.preflight": set(),
+    "specdec.restarts": set(),
+    "specdec.rank_checks": set(),
     "specdec.config": set(),
     "specdec.core": set(),
     "specdec.state": {"specdec.core"},
@@ -55,6 +59,7 @@ ALLOWED = {
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "native": {ENGINE + "base", ENGINE + "kept_files", ENGINE + "model"},
+    ENGINE + "parallel": {ENGINE + room for room in ("base", "model")},
     ENGINE + "loader": {ENGINE + room for room in ("base", "model", "compiled", "captured", "native")},
     # The coordinator, from the front door inwards.
     "coordinator.__main__": {"coordinator", *LIBRARY},
