@@ -133,6 +133,8 @@ def check(args: argparse.Namespace) -> None:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
         raise Usage("--replicas-draft without --draft: name a draft with the target's vocabulary")
+    if args.ray_address not in ("", "auto", "local"):
+        _split("--ray-address", args.ray_address)
     if args.ray_address not in ("", "local") and args.redis_url == "memory://":
         raise Usage("--ray-address needs --redis-url: a Redis that every node of the cluster reaches")
     if args.target.startswith(SIMULATED_PREFIX) and not args.tokenizer:
