@@ -30,7 +30,7 @@ from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import on_its_own_thread, serve_replica
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from specdec.engine.base import Worker
     from specdec.engine.parallel.group import RankGroup, Seat
