@@ -109,35 +109,50 @@ class ReplicaCommand:
     arguments: tuple[str, ...]
 
 
-def simulated_replicas(model: str, num_drafts: int = 1, arguments: tuple[str, ...] = ()) -> list[ReplicaCommand]:
-    """One target and some drafts of `simulated:...`, with further `arguments`."""
+def simulated_replicas(
+    model: str, num_drafts: int = 1, arguments: tuple[str, ...] = (), num_targets: int = 1
+) -> list[ReplicaCommand]:
+    """Some targets and drafts of `simulated:...`, with further `arguments`."""
     return [
         ReplicaCommand(role, f"{role}_service", ("--model", model, "--redis-url", "memory://", *arguments))
-        for role in ["target", *["draft"] * num_drafts]
+        for role in [*["target"] * num_targets, *["draft"] * num_drafts]
     ]
 
 
 class ProcessSystem:
-    """Replicas and a coordinator that knows them, as processes. Use it by `with`; it is ready once entered."""
+    """Replicas and coordinators that know them, as processes. Use it by `with`; it is ready once entered."""
 
     def __init__(
-        self, tokenizer_dir: Path, replicas: Sequence[ReplicaCommand], *, redis_url: str = "memory://"
+        self,
+        tokenizer_dir: Path,
+        replicas: Sequence[ReplicaCommand],
+        *,
+        redis_url: str = "memory://",
+        num_coordinators: int = 1,
+        coordinator_arguments: Sequence[str] = (),
     ) -> None:
         """
         Args:
             tokenizer_dir: see `write_tokenizer`.
-            replicas: their addresses are given to the coordinator.
-            redis_url: of the session store.
+            replicas: their addresses are given to every coordinator.
+            redis_url: of the session store; more than one coordinator needs a Redis.
+            num_coordinators: at least 1.
+            coordinator_arguments: further arguments of each.
         """
-        ports = free_ports(len(replicas) + 1)
-        self.endpoint = f"127.0.0.1:{ports.pop()}"
+        ports = free_ports(len(replicas) + num_coordinators)
+        self.endpoints = [f"127.0.0.1:{ports.pop()}" for _ in range(num_coordinators)]
+        self.endpoint = self.endpoints[0]
+        self._num_replicas = len(replicas)
         self._commands: list[tuple[str, list[str]]] = []
-        coordinator = ["--tokenizer", str(tokenizer_dir), "--listen", self.endpoint, "--redis-url", redis_url]
+        coordinator = ["--tokenizer", str(tokenizer_dir), "--redis-url", redis_url, *coordinator_arguments]
         for replica, port in zip(replicas, ports, strict=True):
             address = f"127.0.0.1:{port}"
             self._commands.append((replica.module, [*replica.arguments, "--listen", address]))
             coordinator += [f"--{replica.role}-endpoint", address]
-        self._commands.append(("coordinator", [*coordinator, "--poll-interval-s", "0.2"]))
+        self._commands += [
+            ("coordinator", [*coordinator, "--poll-interval-s", "0.2", "--listen", endpoint])
+            for endpoint in self.endpoints
+        ]
         self._children: list[Child] = []
 
     def __enter__(self) -> Self:
@@ -155,14 +170,18 @@ class ProcessSystem:
 
     @property
     def coordinator_cpu_s(self) -> float:
-        """CPU time the coordinator has used so far, user and system, all threads."""
+        """CPU time the (last) coordinator has used so far, user and system, all threads."""
         fields = Path(f"/proc/{self._children[-1].pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _wait_connected(self) -> None:
         deadline = time.monotonic() + _START_S
-        with Client(self.endpoint, budgets=Budgets(connect_s=0)) as client:
-            while _num_replicas(client) < len(self._commands) - 1:
+        for endpoint in self.endpoints:
+            self._wait_connected_to(endpoint, deadline)
+
+    def _wait_connected_to(self, endpoint: str, deadline: float) -> None:
+        with Client(endpoint, budgets=Budgets(connect_s=0)) as client:
+            while _num_replicas(client) < self._num_replicas:
                 for child in self._children:
                     if not child.is_alive:
                         raise RuntimeError(f"{child.name} did not start: {child.last_words()}")

@@ -40,6 +40,7 @@ class StreamRun:
     chunk_tokens: list[int]
     stats: dict[str, Any] = field(repr=False)
     """`specdec.client.GenerationStats`, field by field."""
+    num_cached_prompt_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +120,8 @@ async def _run_stream(client: AsyncClient, request: StreamRequest, batch_began_s
             times.append(time.monotonic() - batch_began_s)
             counts.append(len(chunk.token_ids))
         completion = await stream.result()
-    return StreamRun(began_s, times, counts, asdict(completion.stats)), completion.session_id
+    run = StreamRun(began_s, times, counts, asdict(completion.stats), completion.usage.num_cached_prompt_tokens)
+    return run, completion.session_id
 
 
 async def _run_batch(client: AsyncClient, requests: Sequence[StreamRequest]) -> list[StreamRun]:

@@ -60,13 +60,14 @@ async def _serve(settings: CoordinatorSettings) -> None:
         max_message_bytes=settings.max_message_bytes,
     )
     async with AsyncExitStack() as ending:
-        store = open_store(settings.redis_url, session_ttl_s=settings.session_ttl_s)
+        store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
         ending.push_async_callback(store.close)
         await store.ping()
         pools = _build_pools(settings, tokenizer.fingerprint, server, ending)
         ending.push_async_callback(pools.close)
+        directory = store.prefixes() if settings.prefix_directory == "on" else None
         generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
-                                  metrics=metrics)  # fmt: skip
+                                  metrics=metrics, directory=directory)  # fmt: skip
         default_mode = Mode[settings.default_mode.upper()]
         CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
         if settings.metrics:
@@ -113,6 +114,7 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
         max_running=settings.max_queue,
+        tenant=settings.tenant,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from specdec.config import Address, AddressList, ServiceSettings
+from specdec.config import Address, AddressList, ServiceSettings, TenantName
+from specdec.tenant import DEFAULT_TENANT
 
 
 class CoordinatorSettings(ServiceSettings):
@@ -26,6 +27,14 @@ class CoordinatorSettings(ServiceSettings):
 
     target_endpoint: AddressList = ()
     """HOST:PORT of a target replica; repeatable. Any static endpoint turns the replica registry off."""
+
+    tenant: TenantName = DEFAULT_TENANT
+    """Whose sessions these are: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
+    replicas and Redis; they share no session, no KV block and no entry of the prefix directory."""
+
+    prefix_directory: Literal["on", "off"] = "on"
+    """Note in Redis which replicas hold which prefixes, and send new sessions to one that holds theirs, unless it is
+    busier by more than that saves. off: by load alone."""
 
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
     """Speculation mode of requests that name none."""

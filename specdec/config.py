@@ -18,10 +18,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -31,6 +31,9 @@ from pydantic_settings import (
     SettingsConfigDict,
     SettingsError,
 )
+
+from specdec.errors import InvalidRequest
+from specdec.tenant import check_tenant
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "")
@@ -43,7 +46,7 @@ _MAX_SHOWN_CHARACTERS = 64
 _VALUE_NAMES = {
     **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
-    "redis-url": "URL",
+    **dict.fromkeys(("redis-url", "tier-url"), "URL"),
     "config": "FILE",
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",
@@ -133,6 +136,25 @@ def _checked_redis_url(url: str) -> str:
     return url
 
 
+def _checked_tenant(tenant: str) -> str:
+    try:
+        return check_tenant(tenant)
+    except InvalidRequest as error:
+        raise ValueError(error.message.removeprefix("tenant: ")) from None
+
+
+def _checked_tier_url(url: str) -> str:
+    if url and urlsplit(url).scheme not in _REDIS_SCHEMES[:-1]:
+        raise ValueError(f"must begin with redis://, rediss:// or unix://, not {url!r}")
+    return url
+
+
+def _server_of(url: str) -> tuple[str | None, int | None, str]:
+    """Which Redis process a URL means, whatever database of it."""
+    parts = urlsplit(url)
+    return (None, None, parts.path) if parts.scheme == "unix" else (parts.hostname, parts.port or 6379, "")
+
+
 def _split_commas(value: object) -> object:
     """Lists come as repeated flags, as comma-separated environment values, or as TOML arrays."""
     if isinstance(value, str):
@@ -151,6 +173,13 @@ AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_co
 
 RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
 """redis://, rediss://, unix:// or memory://."""
+
+OptionalTierUrl = Annotated[str, AfterValidator(_checked_tier_url)]
+"""redis://, rediss:// or unix://, or "" for none."""
+
+
+TenantName = Annotated[str, AfterValidator(_checked_tenant)]
+"""1 to 64 letters, digits, "_", "." or "-"."""
 
 
 class ServiceSettings(BaseSettings):
@@ -255,6 +284,11 @@ class ReplicaSettings(ServiceSettings):
     processes share a GPU: what each takes then does not depend on which starts first. --kv-cache-bytes wins over it.
     Unset: nearly all that is free once the weights are loaded."""
 
+    kv_tier_url: OptionalTierUrl = ""
+    """Redis of its own (maxmemory-policy allkeys-lru) in which KV of committed tokens is kept beyond this process, for
+    sessions that come to a replica that does not hold it: fetched where that is faster than computing it again, as
+    measured. Unset: none."""
+
     max_gamma: int = Field(default=16, ge=1, le=256)
     """Most draft tokens a round."""
 
@@ -268,6 +302,12 @@ class ReplicaSettings(ServiceSettings):
 
     registry_ttl_s: float = Field(default=10.0, gt=0.0)
     """How long the replica registry remembers this process after its last heartbeat; it beats three times as often."""
+
+    @model_validator(mode="after")
+    def _keep_sessions_from_eviction(self) -> Self:
+        if self.kv_tier_url and _server_of(self.kv_tier_url) == _server_of(self.redis_url):
+            raise ValueError("--kv-tier-url is the Redis of --redis-url: what evicts KV would evict sessions")
+        return self
 
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)

@@ -15,6 +15,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.tenant import DEFAULT_TENANT
+
 TokenIds = NDArray[np.uint32]
 
 #: Target distributions travel as uint32 weights that sum to exactly this (docs/protocol.md section 3).
@@ -127,6 +129,8 @@ class SessionPosition:
     output_start: int
     """Position of this turn's first output token."""
     draw_rule: DrawRule
+    tenant: str = DEFAULT_TENANT
+    """Whose session it is. On a replica `session_id` is unique among all tenants (`specdec.tenant`)."""
 
     @property
     def committed_len(self) -> int:
@@ -226,6 +230,10 @@ class Verification:
     """Of the step that verified it."""
     step_tokens: int
     """Tokens of that step, of all sessions."""
+    num_others: int = 0
+    """Rounds that the replica answered for others since its last answer to this session; 0 at the first."""
+    num_other_rows: int = 0
+    """Positions in those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +261,5 @@ class EngineInfo:
     device: str
     incarnation: str = ""
     """Of the process: another one after every start, whatever its replica id; "" where nobody serves it yet."""
+    num_running: int = 0
+    """Sessions that call it: one is in work, or was within the last second."""

@@ -26,6 +26,7 @@ from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, RowKind, row_kind
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
+from specdec.engine.sessions.answer_count import AnswerCount, OtherAnswers
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
@@ -92,6 +93,8 @@ class Verifier(ReplicaEngine):
         for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
             warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
             await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
+        for prompt in self._warm_up_prompts():
+            await self.verify(VerifyRequest(prompt, _NO_TOKENS, ()))
         await self._release_warm_up()
 
     def _check(self, request: VerifyRequest) -> None:
@@ -174,6 +177,7 @@ class _TargetProgram:
     """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
 
     def __init__(self) -> None:
+        self._answers = AnswerCount()
         self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
@@ -196,7 +200,8 @@ class _TargetProgram:
             for batch in _batches_of(group, logits):
                 _add_logit_rows(batch, _logits_of(batch, logits), num_logprobs)
         for rows in all_rows:
-            rows.job.finish(_verification(rows))
+            others = self._answers.note(rows.job.sequence, rows.job.num_logit_rows)
+            rows.job.finish(_verification(rows, others))
 
 
 def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:
@@ -265,7 +270,7 @@ def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: in
         rows.logit_rows = tuple(next(answered) for _ in rows.indices)
 
 
-def _verification(rows: _Rows) -> Verification:
+def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
     return Verification(
         choice_token_ids=rows.choice_token_ids,
         choice_probabilities=rows.choice_probabilities,
@@ -275,4 +280,6 @@ def _verification(rows: _Rows) -> Verification:
         num_cached_tokens=rows.job.num_cached_tokens,
         forward_s=rows.job.step_s,
         step_tokens=rows.job.step_tokens,
+        num_others=others.num_rounds,
+        num_other_rows=others.num_rows,
     )

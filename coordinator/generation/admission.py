@@ -23,11 +23,13 @@ from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.generation.tails import Tails
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import NotFound, ResourceExhausted, SessionBusy, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics
-from specdec.state.store import RequestRecord, SessionRecord, SessionStore
+from specdec.state.store import PrefixDirectory, RequestRecord, SessionRecord, SessionStore
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import TokenIds
 
 #: A session's next request waits this long for the one that runs. Its client may just have left that one: gRPC does not
@@ -43,6 +45,7 @@ class GenerationSettings:
     lease_ttl_s: float
     draft_timeout_s: float | None
     max_running: int
+    tenant: str = DEFAULT_TENANT
 
 
 class Generations:
@@ -56,18 +59,21 @@ class Generations:
         pools: ReplicaPools,
         tokenizer: ServedTokenizer,
         metrics: CoordinatorMetrics,
+        directory: PrefixDirectory | None = None,
     ) -> None:
+        """`directory`: of the store's tenant; None: sessions are placed by load alone."""
         self._settings = settings
         self._store = store
         self._metrics = metrics
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         placement = Placement(pools)
         self._tails = Tails(store, leases)
-        self._removal = SessionRemoval(store, self._tails, placement, pools)
-        self._beginnings = Beginnings(store, leases, pools, tokenizer, self._removal)
+        self._removal = SessionRemoval(store, self._tails, placement, pools, settings.tenant)
+        self._prefixes = Prefixes(directory)
+        self._beginnings = Beginnings(store, leases, pools, tokenizer, self._removal, self._prefixes)
         self._assembly = GenerationAssembly(
-            store=store, pools=pools, placement=placement, removal=self._removal, metrics=metrics,
-            draft_timeout_s=settings.draft_timeout_s,
+            store=store, pools=pools, placement=placement, removal=self._removal, prefixes=self._prefixes,
+            metrics=metrics, draft_timeout_s=settings.draft_timeout_s, tenant=settings.tenant,
         )  # fmt: skip
         self._running: dict[str, Generation] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -147,6 +153,7 @@ class Generations:
         if left:
             await asyncio.wait([generation.task for generation in left])
         await self._assembly.close()
+        await self._prefixes.close()
 
     # ---- admission ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.stream import OutputStream
 from coordinator.replicas.placement import Placement, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import DraftFigures, GenerationIdentity
 from coordinator.round.draft_clock import DraftClock
 from coordinator.round.gamma import GammaChooser, PoolRecord
@@ -40,13 +41,17 @@ class GenerationAssembly:
         pools: ReplicaPools,
         placement: Placement,
         removal: SessionRemoval,
+        prefixes: Prefixes,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
+        tenant: str,
     ) -> None:
         self._store = store
         self._pools = pools
         self._placement = placement
         self._removal = removal
+        self._prefixes = prefixes
+        self._tenant = tenant
         self._metrics = metrics
         self._draft_timeout_s = draft_timeout_s
         self._commits = CommitQueue(store)
@@ -79,6 +84,7 @@ class GenerationAssembly:
                 self._draft_clocks[replicas.draft_pool],
             ),
             replicas=replicas,
+            prefixes=self._prefixes,
             tokens=tokens,
             writer=beginning.writer,
             round_id=beginning.round_id,
@@ -99,6 +105,7 @@ class GenerationAssembly:
         replicas.draft_pool = parameters.speculation.draft_pool
         replicas.target_fingerprint = parameters.target_fingerprint
         replicas.truncate_to(beginning.agreed_len, assumed_len=0 if beginning.is_new_session else beginning.agreed_len)
+        replicas.begin_turn(beginning.agreed_len, beginning.homes, beginning.prefix_tokens)
         return replicas
 
     def _round_setting(self, identity: GenerationIdentity, lease: Lease) -> RoundSetting:
@@ -114,6 +121,7 @@ class GenerationAssembly:
             num_logprobs=sampling.num_logprobs,
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
+            tenant=self._tenant,
         )
 
     def _gamma(self, identity: GenerationIdentity) -> GammaChooser:

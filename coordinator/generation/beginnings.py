@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from coordinator.generation.request_log import (
 )
 from coordinator.generation.served_model import on_a_served_model, target_after
 from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import GenerationIdentity, GenerationRequest, RequestParameters, RequestStats
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
@@ -32,7 +34,7 @@ from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import SessionBusy, SpecdecError, Unavailable
-from specdec.state.store import Lease, SessionRecord, SessionStore
+from specdec.state.store import KvHome, Lease, SessionRecord, SessionStore
 from specdec.types import SamplingParams, TokenIds
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,10 @@ class Beginning:
     is_new_session: bool = False
     replayed: OutputStep | None = None
     """What of the output the log already holds."""
+    homes: tuple[KvHome, ...] = ()
+    """Where the session's KV was left."""
+    prefix_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Leading tokens of the session that replicas are said to hold, by incarnation."""
 
 
 class Beginnings:
@@ -70,12 +76,14 @@ class Beginnings:
         pools: ReplicaPools,
         tokenizer: ServedTokenizer,
         removal: SessionRemoval,
+        prefixes: Prefixes,
     ) -> None:
         self._store = store
         self._leases = leases
         self._pools = pools
         self._tokenizer = tokenizer
         self._removal = removal
+        self._prefixes = prefixes
 
     async def of_new_turn(self, record: SessionRecord | None, request: GenerationRequest, began: float) -> Beginning:
         """Writes a new turn's prompt into the log.
@@ -102,7 +110,10 @@ class Beginnings:
         prompt = await in_thread(encode_prompt, request, held, self._tokenizer, max_context_tokens)
         sampling = resolve_sampling(request, prompt, max_context_tokens)
         identity = self._identity(record, request, sampling, draft_pool, prompt)
+        tokens = SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()])
 
+        # Asked for in the same turn of the event loop as the lease, and so in the same round trip.
+        looking_up = asyncio.create_task(self._prefixes.look_up(len(tokens), tokens.prefix_hash))
         lease = await self._leases.acquire(session_id, create=record is None)
         is_new = False
         try:
@@ -117,13 +128,15 @@ class Beginnings:
             return Beginning(
                 identity=identity,
                 lease=lease,
-                tokens=SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()]),
+                tokens=tokens,
                 writer=OutputWriter(self._tokenizer, sampling, self._pools.target_info.eos_token_ids),
                 round_id=fresh.round_id,
                 stats=RequestStats(),
                 began=began,
                 agreed_len=prompt.keep,
                 is_new_session=is_new,
+                homes=fresh.homes,
+                prefix_tokens=await looking_up,
             )
         except BaseException:
             await asyncio.shield(self._give_up(lease, is_new=is_new))
@@ -156,19 +169,23 @@ class Beginnings:
                 await self._store.release(lease)
                 return logged
             logged = await on_a_served_model(logged, lease, self._store, self._pools)
+            tokens = SessionTokens(logged.token_ids)
+            prefix_tokens = await self._prefixes.look_up(len(tokens), tokens.prefix_hash)
         except BaseException:
             await asyncio.shield(self._give_up(lease, is_new=False))
             raise
         return Beginning(
             identity=logged.identity,
             lease=lease,
-            tokens=SessionTokens(logged.token_ids),
+            tokens=tokens,
             writer=logged.writer,
             round_id=logged.round_id,
             stats=logged.stats,
             began=began,
             agreed_len=len(logged.token_ids),
             replayed=logged.output,
+            homes=logged.homes,
+            prefix_tokens=prefix_tokens,
         )
 
     async def give_up(self, beginning: Beginning) -> None:

@@ -21,6 +21,7 @@ from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import DecidedRound, Publisher
 from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.replicas.placement import SessionReplicas
+from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import Finished, GenerationIdentity, OutputChunk
 from coordinator.round.runner import RoundRunner
 from coordinator.round.tokens import SessionTokens
@@ -42,6 +43,7 @@ class GenerationParts:
     lease_keeper: LeaseKeeper
     runner: RoundRunner
     replicas: SessionReplicas
+    prefixes: Prefixes
     tokens: SessionTokens
     writer: OutputWriter
     round_id: int
@@ -117,9 +119,9 @@ class Generation:
 
     async def _run_rounds(self) -> Finished:
         parts = self._parts
+        is_first = True
         while True:
             outcome = await parts.runner.run(parts.round_id, parts.writer.remaining)
-
             output = parts.writer.write(outcome.token_ids)
             decided = DecidedRound(parts.round_id, len(parts.tokens), outcome, output)
             parts.round_id += 1
@@ -127,6 +129,9 @@ class Generation:
             parts.replicas.truncate_to(len(parts.tokens))
 
             await parts.publisher.publish(decided)
+            if is_first:
+                is_first = False
+                self._note_prefixes()  # other sessions may begin as this one does, before it ends
             if output.finish_reason is not None:
                 await parts.publisher.wait()
                 return self._finished(output.finish_reason)
@@ -138,12 +143,22 @@ class Generation:
         try:
             if error is not None and not self.stream.num_tokens and not self.is_cancelled:
                 await self._parts.on_failure_without_output()
+            self._note_prefixes()
             # A log shorter than what was shown is not left in order.
-            await self._parts.store.release(self._parts.lease, left=not isinstance(error, SessionLost))
+            await self._parts.store.release(
+                self._parts.lease, left=not isinstance(error, SessionLost), homes=self._parts.replicas.homes
+            )
         except SpecdecError as failure:
             _log.warning("cleaning up a generation failed: %s", failure)
+
+    def _note_prefixes(self) -> None:
+        """Tells the directory which replicas hold the committed tokens, as far as is known by now."""
+        tokens = self._parts.tokens
+        held = {holder: min(count, len(tokens)) for holder, count in self._parts.replicas.num_held.items()}
+        self._parts.prefixes.note(tokens.prefix_hash, held)
 
     def _finished(self, reason: FinishReason) -> Finished:
         account = self._parts.account
         account.count_finish(reason, self.stream.num_tokens)
+        self._parts.replicas.note_request(account.stats.num_rounds + account.stats.num_draft_tokens)
         return Finished(reason, self._identity.output_start, self.stream.num_tokens, account.stats)

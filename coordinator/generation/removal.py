@@ -15,18 +15,22 @@ from specdec.state.store import Lease, SessionStore
 class SessionRemoval:
     """Removes sessions that nothing runs on."""
 
-    def __init__(self, store: SessionStore, tails: Tails, placement: Placement, pools: ReplicaPools) -> None:
+    def __init__(
+        self, store: SessionStore, tails: Tails, placement: Placement, pools: ReplicaPools, tenant: str
+    ) -> None:
+        """`tenant`: whose sessions these are."""
         self._store = store
         self._tails = tails
         self._placement = placement
         self._pools = pools
+        self._tenant = tenant
 
     async def remove(self, session_id: str) -> None:
         """Idempotent. Raises Unavailable when the store cannot be reached."""
         self._placement.forget(session_id)
         self._tails.forget(session_id)
         await self._store.delete(session_id)
-        await self._pools.release(session_id)
+        await self._pools.release(session_id, tenant=self._tenant)
 
     async def remove_held(self, lease: Lease) -> None:
         """Removes a session if it is still ours.

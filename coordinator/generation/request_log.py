@@ -22,7 +22,7 @@ from coordinator.requests import (
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest, NotFound, SessionLost
-from specdec.state.store import RequestRecord, SessionRecord, SessionStore
+from specdec.state.store import KvHome, RequestRecord, SessionRecord, SessionStore
 from specdec.types import FinishReason, Mode, SamplingFilters, SamplingParams
 
 
@@ -39,6 +39,8 @@ class LoggedRequest:
     round_id: int
     stats: RequestStats
     finish_reason: FinishReason | None
+    homes: tuple[KvHome, ...] = ()
+    """Where the session's KV was left."""
 
 
 async def read_logged_request(
@@ -68,6 +70,7 @@ async def read_logged_request(
         round_id=record.round_id,
         stats=decode_stats(stored.stats_json),
         finish_reason=stored.finish_reason,
+        homes=record.homes,
     )
 
 

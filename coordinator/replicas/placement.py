@@ -1,19 +1,22 @@
 """Which replicas serve a session, and how many of its tokens each of them agrees on.
 
-Sticky: a session stays where its KV is while that replica lives; otherwise the less loaded of two takes it. Not here:
-connections and liveness (`pool`), rounds. Called by `generation/assembly` and by a
-round's calls (`round/draft_calls`, `round/target_calls`).
+Sticky: a session stays where its KV is while that replica lives, also where another coordinator left it there.
+Otherwise the less loaded of two takes it, or one that holds its first tokens already (`prefix_rule`). Not here:
+connections and liveness (`pool`), rounds. Called by `generation/assembly` and by a round's calls (`round/draft_calls`,
+`round/target_calls`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from coordinator.replicas.pool import DraftReplica, LinkT, Replica, ReplicaPools, TargetReplica
+from coordinator.replicas.prefix_rule import PrefixRule
 from specdec.errors import Unavailable
+from specdec.state.store import KvHome
 
 #: Sessions remembered between their turns. A forgotten one costs one KV_MISS per replica, nothing else.
 MAX_REMEMBERED_SESSIONS = 65536
@@ -39,11 +42,15 @@ class SessionReplicas:
         target_fingerprint: of the only model that may serve as its target.
     """
 
-    def __init__(self, session_id: str, pools: ReplicaPools) -> None:
+    def __init__(self, session_id: str, pools: ReplicaPools, rule: PrefixRule | None = None) -> None:
+        """`rule`: shared by the sessions of a coordinator."""
         self.draft_pool = ""
         self.target_fingerprint = ""
         self._session_id = session_id
         self._pools = pools
+        self._rule = rule or PrefixRule()
+        self._prefix_tokens: Mapping[str, int] = {}
+        """Leading tokens of the session that replicas were said to hold when its turn began, by incarnation."""
         self._target: TargetReplica | None = None
         self._draft: DraftReplica | None = None
         self._agreed_len: dict[str, int] = {}
@@ -56,13 +63,18 @@ class SessionReplicas:
             Unavailable: no target replica of the session's model lives outside `excluded`.
         """
         if self._target is None or not self._fits(self._target, excluded):
-            self._target = choose_replica(
-                self._session_id, [replica for replica in self._pools.targets() if self._fits(replica, excluded)]
-            )
+            self._target = self._choose([replica for replica in self._pools.targets() if self._fits(replica, excluded)])
             if self._target is None:
                 raise Unavailable("no target replica that serves the session's model can be reached")
             self._target.note_new_session()
         return self._target
+
+    def _choose(self, replicas: Sequence[Replica[LinkT]]) -> Replica[LinkT] | None:
+        usual = choose_replica(self._session_id, replicas)
+        if usual is None or not self._prefix_tokens:
+            return usual
+        open_replicas = [replica for replica in replicas if replica.takes_sessions]
+        return self._rule.choose(usual, open_replicas, self._prefix_tokens)
 
     def has_target(self, excluded: Collection[TargetReplica]) -> bool:
         """Whether `choose_target` would find one."""
@@ -81,7 +93,7 @@ class SessionReplicas:
         deadlines."""
         if self._draft is not None and self._draft.is_in_use and self._draft.pool == self.draft_pool:
             return self._draft
-        self._draft = choose_replica(self._session_id, self._pools.drafts(self.draft_pool))
+        self._draft = self._choose(self._pools.drafts(self.draft_pool))
         if self._draft is not None:
             self._draft.note_new_session()
         return self._draft
@@ -109,6 +121,53 @@ class SessionReplicas:
         for address, agreed_len in self._agreed_len.items():
             self._agreed_len[address] = min(agreed_len, length)
 
+    def begin_turn(self, agreed_len: int, homes: Sequence[KvHome], prefix_tokens: Mapping[str, int]) -> None:
+        """Notes what the store and the directory say when a turn begins, once pool and model are set.
+
+        Args:
+            agreed_len: as `truncate_to` was told.
+            homes: where the session's KV was left last, by whichever coordinator; those that still live get it back.
+            prefix_tokens: leading tokens of the session by the incarnation that holds them.
+        """
+        self._prefix_tokens = prefix_tokens
+        lengths = {home.incarnation: min(home.num_tokens, agreed_len) for home in homes}
+        if not lengths:
+            return
+        self._assumed_len = 0  # nobody else holds any of it
+        for target in self._pools.targets():
+            if target.incarnation in lengths and target.takes_sessions:
+                self._target = self._take_back(target, self._target, lengths)
+        for draft in self._pools.drafts(self.draft_pool):
+            if draft.incarnation in lengths and draft.takes_sessions:
+                self._draft = self._take_back(draft, self._draft, lengths)
+
+    def _take_back(
+        self, replica: Replica[LinkT], before: Replica[LinkT] | None, lengths: Mapping[str, int]
+    ) -> Replica[LinkT]:
+        if replica is not before:
+            replica.note_new_session()
+        self.learn(replica, lengths[replica.incarnation])
+        return replica
+
+    def note_request(self, num_rows: int) -> None:
+        """A request of the session has ended after so many rows of the target, its prompt's left out."""
+        self._rule.note_request(num_rows)
+
+    @property
+    def num_held(self) -> dict[str, int]:
+        """Leading tokens of the session that its replicas hold, by incarnation."""
+        counts = {
+            replica.incarnation: self._agreed_len.get(replica.address, 0)
+            for replica in (self._target, self._draft)
+            if replica is not None and replica.incarnation
+        }
+        return {incarnation: count for incarnation, count in counts.items() if count}
+
+    @property
+    def homes(self) -> list[KvHome]:
+        """Where the session's KV is now."""
+        return [KvHome(incarnation, count) for incarnation, count in self.num_held.items()]
+
 
 class Placement:
     """The replicas of every session this coordinator has served lately."""
@@ -116,11 +175,12 @@ class Placement:
     def __init__(self, pools: ReplicaPools, *, capacity: int = MAX_REMEMBERED_SESSIONS) -> None:
         self._pools = pools
         self._capacity = capacity
+        self.rule = PrefixRule()
         self._sessions: OrderedDict[str, SessionReplicas] = OrderedDict()
 
     def session(self, session_id: str) -> SessionReplicas:
         """A session's replicas; new ones for a session not seen before."""
-        replicas = self._sessions.pop(session_id, None) or SessionReplicas(session_id, self._pools)
+        replicas = self._sessions.pop(session_id, None) or SessionReplicas(session_id, self._pools, self.rule)
         self._sessions[session_id] = replicas
         while len(self._sessions) > self._capacity:
             self._sessions.popitem(last=False)

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from coordinator.replicas.answer_count import AnswerCount
 from coordinator.replicas.lateness import Lateness
 from specdec.errors import NotFound, SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.state.store import ReplicaRegistry
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import EngineInfo
 
 DRAFT = "draft"
@@ -32,6 +32,9 @@ DESCRIBE_TIMEOUT_S = 5.0
 
 #: A poll waits for so long at most: one hung replica must not keep it from the others.
 POLL_PATIENCE_S = 1.0
+
+#: Of a process's name for itself; ours have 16.
+MAX_INCARNATION_CHARS = 64
 
 LinkT = TypeVar("LinkT", DraftLink, TargetLink)
 
@@ -48,7 +51,6 @@ class Replica(Generic[LinkT]):
         self.info: EngineInfo | None = None
         self.is_alive = False
         self.lateness = Lateness()
-        self.answers = AnswerCount()
         self._new_sessions = 0
         self._complaint = ""
         """What was last logged against it since it last fitted."""
@@ -66,6 +68,12 @@ class Replica(Generic[LinkT]):
         return self.info.model_fingerprint if self.info else ""
 
     @property
+    def incarnation(self) -> str:
+        """Of the process that described itself, as a name; "" where it gave none that is one."""
+        name = self.info.incarnation if self.info else ""
+        return name if name.isascii() and name.isalnum() and len(name) <= MAX_INCARNATION_CHARS else ""
+
+    @property
     def takes_sessions(self) -> bool:
         return self.is_in_use and self.info is not None and not self.info.draining
 
@@ -78,6 +86,11 @@ class Replica(Generic[LinkT]):
     def load(self) -> int:
         """Sessions it holds, those we sent since it last told included."""
         return (self.info.num_sessions if self.info else 0) + self._new_sessions
+
+    @property
+    def num_running(self) -> int:
+        """Sessions that call it, those we sent since it last told included."""
+        return (self.info.num_running if self.info else 0) + self._new_sessions
 
     def note_new_session(self) -> None:
         self._new_sessions += 1
@@ -293,11 +306,12 @@ class ReplicaPools:
         replicas, self._replicas = list(self._replicas.values()), {}
         await asyncio.gather(*(replica.link.close() for replica in replicas))
 
-    async def release(self, session_id: str) -> None:
-        """Asks every live replica to free a session's KV. A replica that cannot be reached will evict it itself."""
+    async def release(self, session_id: str, *, tenant: str = DEFAULT_TENANT) -> None:
+        """Asks every live replica to free the KV of a tenant's session. A replica that cannot be reached will evict it
+        itself."""
         live = [replica for replica in self.all_replicas() if replica.is_alive]
         results = await asyncio.gather(
-            *(replica.link.release([session_id]) for replica in live), return_exceptions=True
+            *(replica.link.release([session_id], tenant=tenant) for replica in live), return_exceptions=True
         )
         for replica, result in zip(live, results, strict=True):
             if isinstance(result, BaseException):

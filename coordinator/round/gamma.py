@@ -6,7 +6,8 @@ A round's own rate is its expected tokens over its predicted time. The rows it a
 others, so they are charged at what those lose: with nobody there they cost their own time only, on a full target no
 draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same observations give the
 same choice. docs/protocol.md section 7. Not here: the clock (`draft_calls`, `target_calls`), the counting of other
-sessions' rounds (`replicas/answer_count`), how times are fitted (`specdec.core.forward_time`).
+sessions' rounds (the target, `specdec.engine.sessions.answer_count`), how times are fitted
+(`specdec.core.forward_time`).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class RoundTimes(NamedTuple):
     step_tokens: int
     """What the target says were the tokens of its step, other sessions' included."""
     num_others: int = 0
-    """Rounds of other sessions that the replica answered since it last answered this one."""
+    """Rounds of other sessions, any coordinator's, that the replica says it answered since it last answered this
+    one."""
     num_other_rows: int = 0
     """Positions in those."""
 

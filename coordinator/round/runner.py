@@ -144,7 +144,7 @@ class RoundRunner:
                 committed_len=committed_len,
                 num_asked=draft.num_asked,
                 step_tokens=verified.step_tokens,
-                num_others=target.others.num_rounds,
-                num_other_rows=target.others.num_rows,
+                num_others=verified.num_others if target.is_same_replica else 0,
+                num_other_rows=verified.num_other_rows if target.is_same_replica else 0,
             )
         )

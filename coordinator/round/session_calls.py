@@ -64,4 +64,5 @@ class SessionCalls:
             turn=setting.turn,
             output_start=setting.output_start,
             draw_rule=setting.draw_rule,
+            tenant=setting.tenant,
         )

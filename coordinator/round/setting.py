@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import DrawRule, Mode, SamplingFilters, carries_distributions
 
 
@@ -23,6 +24,7 @@ class RoundSetting:
     """The target's."""
     draft_timeout_s: float | None
     """The longest that a round waits for its draft; None: until the draft answers or dies."""
+    tenant: str = DEFAULT_TENANT
 
     draw_rule: DrawRule = field(init=False)
     answers_choices: bool = field(init=False)

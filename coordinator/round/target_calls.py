@@ -12,7 +12,6 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import NamedTuple
 
-from coordinator.replicas.answer_count import AnswerMark, OtherAnswers
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import TargetReplica
 from coordinator.round.answers import check_verification, target_fault
@@ -33,8 +32,8 @@ class TargetAnswer(NamedTuple):
     verification: Verification
     wait_s: float
     """For all replicas that were asked."""
-    others: OtherAnswers
-    """What the replica answered for others since its last answer to this request."""
+    is_same_replica: bool
+    """Whether it answered this request's round before, too: else what it tells of others since then means nothing."""
 
 
 class TargetCalls:
@@ -44,7 +43,7 @@ class TargetCalls:
         self._setting = setting
         self._replicas = replicas
         self._calls = calls
-        self._last_answer: AnswerMark | None = None
+        self._last_replica: TargetReplica | None = None
 
     async def verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> TargetAnswer:
         """Asks the session's target replica, then others while there are any.
@@ -68,9 +67,9 @@ class TargetCalls:
                 failed.append(replica)
                 self._note_failure(replica, failure, failed)
             else:
-                num_rows = len(proposal.draft_token_ids) + 1
-                self._last_answer, others = replica.answers.note(num_rows, since=self._last_answer)
-                return TargetAnswer(replica, verification, time.perf_counter() - began, others)
+                is_same_replica = replica is self._last_replica
+                self._last_replica = replica
+                return TargetAnswer(replica, verification, time.perf_counter() - began, is_same_replica)
 
     def _send(
         self, replica: TargetReplica, proposal: Proposal, wire: WireCount, position: SessionPosition

@@ -1,8 +1,9 @@
 """Chain hashes: what a replica holds at a position, in 16 bytes.
 
 The hash of a token prefix is chained block by block (`BLOCK_TOKENS` tokens each), the partial last block on top of the
-last full one, so the hash at every block boundary is also the key of that KV block. Not a store of KV, nor an index of
-it. Called by the coordinator (what it believes) and by both engines (what they hold); docs/protocol.md section 5.
+last full one, so the hash at every block boundary also names that KV block, salted by its tenant. Not a store of KV,
+nor an index of it. Called by the coordinator (what it believes) and by both engines (what they hold); docs/protocol.md
+section 5.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import BLOCK_TOKENS, TokenIds
 
-#: Bytes of every chain hash.
+#: Bytes of every chain hash, and of every block's name.
 HASH_BYTES = 16
 
 _BLOCK_BYTES = BLOCK_TOKENS * 4
@@ -25,6 +27,18 @@ def _link(previous: bytes, packed_token_ids: bytes | bytearray) -> bytes:
 
 
 _EMPTY = _link(b"", b"")
+
+
+def block_name(tenant: str, chain_hash: bytes) -> bytes:
+    """The name, 16 bytes, that a replica publishes a full block under: no two tenants find each other's.
+
+    Who waits for a prefix that another tenant has sent would see by the time that it is there. What both ends of a link
+    agree on is the chain hash itself.
+    """
+    if tenant == DEFAULT_TENANT:
+        return chain_hash
+    key = tenant.encode()
+    return hashlib.blake2b(chain_hash, digest_size=HASH_BYTES, key=key, person=b"specdec-tenant").digest()
 
 
 class ChainHasher:

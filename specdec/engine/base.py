@@ -7,11 +7,14 @@ several.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from specdec.errors import Unavailable
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.errors import Unavailable, Unsupported
 
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
@@ -41,6 +44,23 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What the bytes of a worker's KV blocks are. Blocks pass between workers only where all of this is equal."""
+
+    dtype: str
+    """Of the numbers."""
+    layer_bytes: tuple[int, ...]
+    """Bytes of one block in each layer."""
+    rank: str = "tp1.0"
+    """Which part of the model they belong to: `tpN.R` is rank R of N."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.layer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the layers above a worker must know of its model."""
 
@@ -53,6 +73,8 @@ class ModelShape:
     num_kv_blocks: int
     dtype: str
     device: str
+    kv_layout: KvLayout | None = None
+    """None: its blocks cannot be copied out and in."""
 
 
 class WorkerLost(Unavailable):
@@ -77,14 +99,30 @@ class Worker(Protocol):
         """
         ...
 
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copies KV blocks out; of one rank of several, its own part of them. Only where `shape.kv_layout` is given.
+
+        From any thread, while steps run too: whether a block was written meanwhile is the caller's to find out.
+
+        Returns:
+            uint8 [len(block_ids), shape.kv_layout.block_bytes]: of each block, layer after layer.
+        """
+        raise Unsupported("this worker's KV blocks cannot be copied")
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copies into KV blocks what `read_blocks` of a worker of equal layout gave. Between two steps."""
+        raise Unsupported("this worker's KV blocks cannot be copied")
+
     def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
         """Names who is told, once and from any thread, when the worker is lost; at once where it is lost already.
 
         A worker of one process is lost with that, and never says so.
         """
+        return
 
     def close(self) -> None:
         """Lets go of whoever else works for it; after the last step, from the thread that ran them. Idempotent."""
+        return
 
 
 class StepObserver(Protocol):

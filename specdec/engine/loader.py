@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdec.checkpoint import locate_checkpoint
-from specdec.engine.base import ModelShape, Worker
+from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
@@ -114,8 +114,11 @@ def load_worker(
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         bytes_per_block = block_bytes(shapes, loaded.dtype)
         blocks = pool_blocks(bytes_per_block, context, kv_cache_bytes, num_kv_blocks)
+        layout = KvLayout(
+            str(loaded.dtype).removeprefix("torch."), tuple(block_bytes([shape], loaded.dtype) for shape in shapes)
+        )
         shape = model_shape(
-            loaded, directory, token_to_id, blocks, context, torch_device,
+            loaded, directory, token_to_id, blocks, context, torch_device, layout,
             num_head_rows=loaded.get_output_embeddings().weight.shape[0], is_int8=is_int8,
         )  # fmt: skip
         _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
@@ -151,7 +154,9 @@ def _make_worker(
     """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
     if library is not None:
-        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
+        runner = NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
+        _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
+        return runner
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
     forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
     is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block

@@ -27,6 +27,8 @@ from specdec.rpc.channels import dial
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.identity import check_answering, meant_for
 from specdec.rpc.link_stream import LinkStream
+from specdec.rpc.rounds import tenant_on_wire
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -166,13 +168,13 @@ class _Link(Generic[RequestT, ReplyT]):
             raise Unavailable(f"{self.address}: the replica names more EOS tokens than its vocabulary has")
         return codec.decode_engine_info(message)
 
-    async def release(self, session_ids: Sequence[str]) -> None:
-        """Frees sessions' KV on the replica. Idempotent.
+    async def release(self, session_ids: Sequence[str], *, tenant: str = DEFAULT_TENANT) -> None:
+        """Frees the KV of a tenant's sessions on the replica. Idempotent.
 
         Raises:
             Unavailable: it cannot be reached, or does not answer in time.
         """
-        request = common_pb2.ReleaseRequest(session_ids=session_ids)
+        request = common_pb2.ReleaseRequest(session_ids=session_ids, tenant=tenant_on_wire(tenant))
         await self._unary("Release", request, common_pb2.ReleaseResponse)
 
     async def _unary(self, method: str, request: Message, answer_type: type[Message]) -> Any:

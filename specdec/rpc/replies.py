@@ -123,6 +123,8 @@ def encode_verification(verification: Verification, call_id: int) -> target_pb2.
         num_cached_tokens=verification.num_cached_tokens,
         forward_s=verification.forward_s,
         step_tokens=verification.step_tokens,
+        num_others=verification.num_others,
+        num_other_rows=verification.num_other_rows,
     )
     rows = verification.rows
     with_tail = [index for index, row in enumerate(rows) if row.weights[-1] > 0]
@@ -195,6 +197,8 @@ def _read_verification(
         num_cached_tokens=message.num_cached_tokens,
         forward_s=message.forward_s,
         step_tokens=message.step_tokens,
+        num_others=message.num_others,
+        num_other_rows=message.num_other_rows,
     )
 
 

@@ -9,6 +9,7 @@ from specdec.core.chain import HASH_BYTES
 from specdec.core.limits import check_filters, check_token_ids
 from specdec.errors import InvalidRequest
 from specdec.rpc.arrays import token_ids
+from specdec.tenant import DEFAULT_TENANT, check_tenant, session_on_replica
 from specdec.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
 from specdec.v1 import common_pb2
 
@@ -19,7 +20,7 @@ _MAX_SESSION_ID_BYTES = 256
 _MAX_REMEMBERED = 4096
 _REMEMBERED_LAW_BYTES = 512
 
-_encoded_requests: dict[tuple[str, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
+_encoded_requests: dict[tuple[str, str, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
 """What all rounds of a request say, by its fields and the `id` of its distribution; holding the distribution itself
 keeps that id from meaning another one."""
 
@@ -40,6 +41,7 @@ def _encode_request(round_: SessionPosition) -> bytes:
     """The fields that are the same in all rounds of a request, as a message's bytes, which are made once."""
     filters = round_.filters
     key = (
+        round_.tenant,
         round_.session_id,
         round_.epoch,
         round_.seed,
@@ -60,6 +62,7 @@ def _encode_request(round_: SessionPosition) -> bytes:
             turn=round_.turn,
             output_start=round_.output_start,
             draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
+            tenant=tenant_on_wire(round_.tenant),
         )
         known = _encoded_requests[key] = filters, message.SerializeToString()
     return known[1]
@@ -80,7 +83,18 @@ def _law_message(filters: SamplingFilters) -> common_pb2.LawParams:
     )
 
 
+def tenant_on_wire(tenant: str) -> str:
+    """What a message says of its tenant: nothing of the default one."""
+    return "" if tenant == DEFAULT_TENANT else tenant
+
+
+def tenant_of(tenant_on_wire: str, *, field: str) -> str:
+    """The inverse. Raises InvalidRequest."""
+    return check_tenant(tenant_on_wire or DEFAULT_TENANT, field=field)
+
+
 def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPosition:
+    tenant = tenant_of(message.tenant, field="round.tenant")
     session_id_bytes = len(message.session_id.encode())
     require(
         0 < session_id_bytes <= _MAX_SESSION_ID_BYTES,
@@ -106,7 +120,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         int(message.draw_rule) in (DrawRule.DISTRIBUTION, DrawRule.COUPLED), "round.draw_rule", "must be LAW or COUPLED"
     )
     return SessionPosition(
-        session_id=message.session_id,
+        session_id=session_on_replica(tenant, message.session_id, field="round.session_id"),
         epoch=message.epoch,
         round_id=message.round_id,
         start=message.start,
@@ -117,6 +131,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         turn=message.turn,
         output_start=message.output_start,
         draw_rule=DrawRule(message.draw_rule),
+        tenant=tenant,
     )
 
 

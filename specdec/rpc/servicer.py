@@ -20,6 +20,8 @@ from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import meet_caller
+from specdec.rpc.rounds import tenant_of
+from specdec.tenant import session_on_replica
 from specdec.types import EngineInfo
 from specdec.v1 import common_pb2
 
@@ -79,7 +81,10 @@ class ReplicaServicer:
                 f"session_ids holds {len(request.session_ids)} ids; the limit is {MAX_RELEASED_SESSIONS}",
                 field="session_ids",
             )
-        await self._served.release(list(request.session_ids))
+        tenant = tenant_of(request.tenant, field="tenant")
+        await self._served.release(
+            [session_on_replica(tenant, session_id, field="session_ids") for session_id in request.session_ids]
+        )
         return common_pb2.ReleaseResponse()
 
     async def GetEngineInfo(self, request: common_pb2.GetEngineInfoRequest, context: Any) -> common_pb2.EngineInfo:  # noqa: N802

@@ -23,7 +23,7 @@ from pathlib import Path
 import specdec
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings
-from specdec.engine.simulated.pair import MODEL_PREFIX
+from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.preflight import require_servable
 from specdec.rank_checks import require_divisible, require_supported
@@ -170,7 +170,7 @@ def _ending(exit_code: int) -> str:
 
 def _require_divided(settings: ReplicaSettings) -> None:
     """What small files tell, before anything is started."""
-    if settings.model.startswith(MODEL_PREFIX):
+    if settings.model.startswith(SIMULATED_PREFIX):
         raise InvalidRequest("--tensor-parallel: simulated replicas have nothing to divide", field="tensor_parallel")
     require_supported(device=settings.device, dtype=settings.dtype, compile_backend=settings.compile_backend)
     require_servable(settings.model, flag="--model")

@@ -6,6 +6,7 @@ What can be wrong and is cheap to find out comes first, then the model is loaded
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -24,8 +25,8 @@ from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings, cache_directory, parse_settings
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
-from specdec.engines import Engine
+from specdec.engine.simulated.pair import simulated_pair
+from specdec.engines import SIMULATED_PREFIX, Engine
 from specdec.errors import InvalidRequest
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
@@ -43,8 +44,9 @@ from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from specdec.engine.base import Worker
+    from specdec.engine.base import ModelShape, Worker
     from specdec.engine.loop.replica import ReplicaOptions
+    from specdec.state.kv_tier import KvTier
 
 SettingsT = TypeVar("SettingsT", bound=ReplicaSettings)
 
@@ -113,7 +115,7 @@ async def serve_replica(
         if registry is not None:
             ending.push_async_callback(registry.close)
             await registry.replicas(kind.role)
-        engine = _load_engine(kind, settings, replica_id, metrics, load)
+        engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
         spare_the_collector()
         servicer = kind.build_servicer(engine, metrics)
         register = None
@@ -137,11 +139,14 @@ def _load_engine(
     replica_id: str,
     metrics: EngineMetrics,
     load: Callable[[int], Worker],
+    ending: AsyncExitStack,
 ) -> Engine:
     prefill_budget_s = settings.prefill_budget_ms / 1e3
-    if settings.model.startswith(MODEL_PREFIX):
+    if settings.model.startswith(SIMULATED_PREFIX):
         if settings.max_context_tokens is not None:
             raise InvalidRequest("simulated replicas have a context of their own", field="max_context_tokens")
+        if settings.kv_tier_url:
+            raise InvalidRequest("simulated replicas have no KV to keep", field="kv_tier_url")
         return kind.simulated_engine(
             simulated_pair(settings.model),
             replica_id=replica_id,
@@ -157,6 +162,11 @@ def _load_engine(
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.loop.replica import ReplicaOptions
 
+    worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
+    tier = _open_kv_tier(settings, worker.shape)
+    if tier is not None:
+        ending.push_async_callback(asyncio.to_thread, tier.close)
+        metrics.watch_kv_tier(tier)
     options = ReplicaOptions(
         replica_id=replica_id,
         model=settings.model,
@@ -164,9 +174,31 @@ def _load_engine(
         max_gamma=settings.max_gamma,
         max_step_tokens=settings.max_step_tokens,
         prefill_budget_s=prefill_budget_s,
+        kv_tier=tier,
     )
-    worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
     return kind.build_engine(worker, options, settings, metrics)
+
+
+def _open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
+    """The cold tier of this worker's KV, where one is asked for and the worker's blocks can be copied."""
+    if not settings.kv_tier_url:
+        return None
+    if shape.kv_layout is None:
+        _log.warning("serving without the KV tier: this worker's blocks cannot be copied")
+        return None
+    from specdec.engine.loop.cold_tier import run_blocks
+    from specdec.state.kv_tier import KvTier
+    from specdec.state.kv_values import KvSpace
+
+    layout = shape.kv_layout
+    space = KvSpace(
+        model_fingerprint=shape.model_fingerprint,
+        dtype=layout.dtype,
+        rank=layout.rank,
+        layer_bytes=layout.layer_bytes,
+        run_blocks=run_blocks(layout.block_bytes),
+    )
+    return KvTier(settings.kv_tier_url, space)
 
 
 def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Worker:

@@ -1,11 +1,12 @@
 """Names of everything specdec keeps in Redis, and the packing of token ids.
 
-Not here: reading or writing. Called by `redis_store` and `registry`.
+Not here: reading or writing. Called by `redis_store` and `prefix_directory`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -19,16 +20,8 @@ TOKEN_BYTES = PACKED_TOKEN.itemsize
 
 MAX_SESSION_ID_CHARS = 256
 
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Braces delimit the cluster's hash tag; a session id with one would scatter its keys over slots.
 _SESSION_ID = re.compile(rf"[^{{}}\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SESSION_ID_CHARS}}}")
-
-
-def check_tenant(tenant: str) -> str:
-    """Returns `tenant`; raises InvalidRequest unless it is 1 to 64 letters, digits, `_`, `.` or `-`."""
-    if not _TENANT.fullmatch(tenant):
-        raise InvalidRequest(f"tenant {tenant!r} is not 1 to 64 letters, digits, '_', '.' or '-'")
-    return tenant
 
 
 @lru_cache(maxsize=4096)
@@ -51,6 +44,12 @@ def replica_keys(role: str) -> list[str]:
     """Keys of one role's replicas, both in one cluster slot: records, expiry."""
     stem = f"specdec:replicas:{{{role}}}"
     return [f"{stem}:records", f"{stem}:expiry"]
+
+
+def prefix_keys(tenant: str, chain_hashes: Sequence[bytes]) -> list[str]:
+    """Keys of one chain's prefixes, all in the slot of the first: the same first one means the same slot."""
+    stem = f"specdec:{tenant}:prefix:{{{chain_hashes[0].hex()}}}"
+    return [f"{stem}:{chain_hash.hex()}" for chain_hash in chain_hashes]
 
 
 def pack_tokens(token_ids: TokenIds) -> bytes:

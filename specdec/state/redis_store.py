@@ -12,26 +12,31 @@ from typing import Any
 
 from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLost, SpecdecError
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import TOKEN_BYTES, check_tenant, pack_tokens, replica_keys, session_keys, unpack_tokens
+from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
+from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES, decode_record, encode_record
 from specdec.state.store import (
     Commit,
+    KvHome,
     Lease,
     ReplicaRecord,
     ReplicaRegistry,
     RequestRecord,
     SessionRecord,
-    SessionStore,
 )
+from specdec.tenant import DEFAULT_TENANT, check_tenant
 from specdec.types import FinishReason, TokenIds
 
-DEFAULT_TENANT = "default"
 DEFAULT_SESSION_TTL_S = 3600.0
 
 ROLES = ("draft", "target")
 
 #: `finish_reason` of a request that runs.
 _RUNNING = 0
+
+#: Replicas that are named as holding a session's KV, a target and a draft; and digits of a number of tokens.
+_MAX_HOMES = 2
+_MAX_COUNT_DIGITS = 9
 
 _log = logging.getLogger(__name__)
 
@@ -82,8 +87,8 @@ class RedisSessionStore:
         answers = await self._connection.run_scripts("renew", calls)
         return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
-    async def release(self, lease: Lease, *, left: bool = True) -> None:
-        await self._run("release", lease.session_id, [*self._fence(lease), int(left)])
+    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvHome] = ()) -> None:
+        await self._run("release", lease.session_id, [*self._fence(lease), int(left), _write_homes(homes)])
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
         args = [*self._fence(lease), keep, pack_tokens(token_ids), *_request_fields(request)]
@@ -134,6 +139,7 @@ class RedisSessionStore:
             owner=owner.decode(),
             expires_in_s=max(0, expires_in_ms) / 1000,
             was_left=meta.get("left") == meta["epoch"],
+            homes=_read_homes(meta.get("homes", "")),
         )
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
@@ -146,6 +152,11 @@ class RedisSessionStore:
 
     async def ping(self) -> None:
         await self._connection.run_command("PING")
+
+    def prefixes(self) -> RedisPrefixDirectory:
+        """The tenant's directory of prefixes. What is asked of it in one turn of the event loop travels with what is
+        asked of the store."""
+        return RedisPrefixDirectory(self._connection, self._tenant)
 
     def reopen(self) -> RedisSessionStore:
         return RedisSessionStore(self._url, tenant=self._tenant, session_ttl_s=self._session_ttl_s)
@@ -164,7 +175,9 @@ class RedisSessionStore:
         return [lease.owner, lease.epoch, *between, self._session_ttl_ms]
 
 
-def open_store(url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S) -> SessionStore:
+def open_store(
+    url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S
+) -> RedisSessionStore:
     """Opens the session store behind a URL; connects lazily, so `ping` tells whether it is there.
 
     Raises:
@@ -240,6 +253,20 @@ def _read_request(meta: dict[str, str]) -> RequestRecord | None:
         output_start=int(meta["output_start"]),
         finish_reason=None if finish_reason == _RUNNING else FinishReason(finish_reason),
         stats_json=meta["stats_json"],
+    )
+
+
+def _write_homes(homes: Sequence[KvHome]) -> str:
+    return " ".join(f"{home.incarnation}:{home.num_tokens}" for home in homes)
+
+
+def _read_homes(text: str) -> tuple[KvHome, ...]:
+    """What is no home is left out: they are hints."""
+    parts = (part.rpartition(":") for part in text.split(" ")[:_MAX_HOMES])
+    return tuple(
+        KvHome(incarnation, int(count))
+        for incarnation, _, count in parts
+        if incarnation and count.isascii() and count.isdigit() and len(count) <= _MAX_COUNT_DIGITS
     )
 
 

@@ -1,13 +1,14 @@
-"""What the coordinator keeps outside itself: the contract of the session store and of the replica registry.
+"""What the coordinator keeps outside itself: the contracts of the session store, the replica registry and the directory
+of prefixes.
 
-Not here: Redis. Implementations: `redis_store` (Redis 7, or the embedded `fakeredis`); both pass
-`tests/contract/test_store_*.py`. Called by the coordinator (sessions, discovery) and by draft and target
+Not here: Redis. Implementations: `redis_store` and `prefix_directory` (Redis 7, or the embedded `fakeredis`); both pass
+the conformance tests in `tests/contract`. Called by the coordinator (sessions, discovery) and by draft and target
 services (their own registration).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,16 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class KvHome:
+    """Where KV of a session was left: a hint, for the replica may have evicted it or be gone."""
+
+    incarnation: str
+    """Of the replica's process."""
+    num_tokens: int
+    """Leading tokens of the session that it held, at least 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRecord:
     session_id: str
     epoch: int
@@ -59,6 +70,8 @@ class SessionRecord:
     expires_in_s: float
     was_left: bool = False
     """Whether the last owner gave it back in order; a dead owner did not, nor one whose last writes the store lost."""
+    homes: tuple[KvHome, ...] = ()
+    """As the last owner that gave the session back said."""
 
     @property
     def status(self) -> str:
@@ -106,11 +119,12 @@ class SessionStore(Protocol):
         """
         ...
 
-    async def release(self, lease: Lease, *, left: bool = True) -> None:
+    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvHome] = ()) -> None:
         """Gives the lease back; a lease that is not ours any more is left alone. Idempotent.
 
         Args:
             left: the session is in order: nothing that was shown is missing. Who did not write passes `was_left` on.
+            homes: where the session's KV is now; none: what was said before stays.
         """
         ...
 
@@ -196,3 +210,24 @@ class ReplicaRegistry(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class PrefixDirectory(Protocol):
+    """Which replicas hold the KV of which prefixes, of one tenant. Entries vanish some time after they were last noted.
+
+    Both raise Unavailable (STORE_UNAVAILABLE) when the directory cannot be reached.
+    """
+
+    async def note(self, chain_hashes: Sequence[bytes], num_held: Mapping[str, int]) -> None:
+        """Notes what replicas hold of one chain. Idempotent.
+
+        Args:
+            chain_hashes: of prefixes of one chain, shortest first, at least one. The first decides where the chain is
+                kept, so that all callers must begin a chain at the same length.
+            num_held: by the replica's incarnation, how many of those prefixes it holds, from the first on.
+        """
+        ...
+
+    async def holders(self, chain_hashes: Sequence[bytes]) -> list[list[str]]:
+        """The incarnations that hold each of a chain's prefixes, given as for `note`; those noted last come first."""
+        ...

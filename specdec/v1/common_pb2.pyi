@@ -48,7 +48,7 @@ class LawParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule")
+    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Round(_message.Message):
     TURN_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_START_FIELD_NUMBER: _ClassVar[int]
     DRAW_RULE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     round_id: int
@@ -71,7 +72,8 @@ class Round(_message.Message):
     turn: int
     output_start: int
     draw_rule: DrawRule
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Supports(_message.Message):
     __slots__ = ("sizes", "id_deltas")
@@ -94,10 +96,12 @@ class ItemStatus(_message.Message):
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., have: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_ids",)
+    __slots__ = ("session_ids", "tenant")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()
@@ -108,7 +112,7 @@ class GetEngineInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation")
+    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation", "num_running")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +132,7 @@ class EngineInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     version: str
     role: str
     pool: str
@@ -147,4 +152,5 @@ class EngineInfo(_message.Message):
     dtype: str
     device: str
     incarnation: str
-    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    num_running: int
+    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ...) -> None: ...

@@ -34,7 +34,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
 class Verification(_message.Message):
-    __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s", "step_tokens")
+    __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s", "step_tokens", "num_others", "num_other_rows")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,8 @@ class Verification(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_S_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OTHER_ROWS_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     status: _common_pb2.ItemStatus
     choice_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -57,7 +59,9 @@ class Verification(_message.Message):
     num_cached_tokens: int
     forward_s: float
     step_tokens: int
-    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., choice_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ..., tail_token_ids: _Optional[_Iterable[int]] = ..., tail_probabilities: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+    num_others: int
+    num_other_rows: int
+    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., choice_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ..., tail_token_ids: _Optional[_Iterable[int]] = ..., tail_probabilities: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., num_others: _Optional[int] = ..., num_other_rows: _Optional[int] = ...) -> None: ...
 
 class Logits(_message.Message):
     __slots__ = ("support_logits", "tail_logits", "logsumexps", "top_token_ids", "top_logits")

@@ -34,7 +34,8 @@ from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
-from specdec.state.redis_store import open_store
+from specdec.state.redis_store import RedisSessionStore, open_store
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
@@ -172,6 +173,7 @@ class Rig:
         self._draft_salt = draft_salt
         self._directory = tempfile.TemporaryDirectory()
         self._coordinators: list[Coordinator] = []
+        self._stores: list[RedisSessionStore] = []
         self._ids = itertools.count()
         self.services: list[Service] = []
 
@@ -179,7 +181,7 @@ class Rig:
         directory = Path(self._directory.name)
         write_tokenizer(directory)
         self.tokenizer = ServedTokenizer(str(directory))
-        self.store = open_store(self._store_url)
+        self.store = self.open_store()
         for role, count in self._counts.items():
             for _ in range(count):
                 self.services.append(await start_service(role, salt=self._draft_salt if role == DRAFT else 0))
@@ -192,8 +194,14 @@ class Rig:
             await coordinator.stop()
         for service in self.services:
             await service.kill()
-        await self.store.close()
+        for store in self._stores:
+            await store.close()
         self._directory.cleanup()
+
+    def open_store(self, tenant: str = DEFAULT_TENANT) -> RedisSessionStore:
+        """A tenant's part of the rig's store."""
+        self._stores.append(open_store(self._store_url, tenant=tenant))
+        return self._stores[-1]
 
     def of_role(self, role: str) -> list[Service]:
         return [service for service in self.services if service.role == role]
@@ -206,8 +214,11 @@ class Rig:
     def draft(self) -> Service:
         return self.of_role(DRAFT)[0]
 
-    async def coordinator(self, **settings: Any) -> Coordinator:
-        """Starts a coordinator connected to every service."""
+    async def coordinator(
+        self, *, tenant: str = DEFAULT_TENANT, has_directory: bool = True, **settings: Any
+    ) -> Coordinator:
+        """Starts a coordinator connected to every service; `has_directory`: it knows who holds which prefix."""
+        store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
         pools = ReplicaPools(
             "table", open_link, static_endpoints=[(service.role, service.address) for service in self.services]
         )
@@ -218,13 +229,15 @@ class Rig:
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
                     "max_running": 64,
+                    "tenant": tenant,
                     **settings,
                 }
             ),
-            store=self.store,
+            store=store,
             pools=pools,
             tokenizer=self.tokenizer,
             metrics=CoordinatorMetrics("table"),
+            directory=store.prefixes() if has_directory else None,
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES

@@ -171,11 +171,16 @@ class RoundRig:
                 salt, options = (0, {}) if role == TARGET else (self._draft_salt, self._draft_options)
                 service = await start_service(role, salt=salt, between=between, **options)
                 self._services[role].append(service)
-        endpoints = [(role, service.address) for role in self._services for service in self.of(role)]
-        self.pools = ReplicaPools("table", open_link, static_endpoints=endpoints)
-        while sum(replica.is_alive for replica in self.pools.all_replicas()) < sum(self._counts.values()):
-            await self.pools.poll()
+        self.pools = await self.connect()
         return self
+
+    async def connect(self) -> ReplicaPools:
+        """Pools of one more coordinator, to be closed by the caller."""
+        endpoints = [(role, service.address) for role in self._services for service in self.of(role)]
+        pools = ReplicaPools("table", open_link, static_endpoints=endpoints)
+        while sum(replica.is_alive for replica in pools.all_replicas()) < sum(self._counts.values()):
+            await pools.poll()
+        return pools
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -36,10 +36,13 @@ import torch
 
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.loop.ahead import Ahead, Branch
+from specdec.engine.loop.cold_tier import ColdTier
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job, Program
+from specdec.engine.loop.offers import Offers
+from specdec.engine.loop.restores import Restores
 from specdec.engine.loop.steps import StepRunner
 from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
 from specdec.engine.schedule.absences import Absences
@@ -61,6 +64,8 @@ class Load:
     """Share of KV blocks held by sessions, 0..1."""
     num_sessions: int
     """Sessions with KV."""
+    num_running: int
+    """Sessions that call."""
     draining: bool
     """Whether it refuses calls: it is closing, or its device is stalled."""
 
@@ -79,10 +84,12 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         ahead: Ahead | None = None,
         observer: StepObserver | None = None,
+        tier: ColdTier | None = None,
     ) -> None:
         """Starts the thread. `ahead` is what the service does while no call runs; None: nothing.
 
-        `observer` is told of every step, branches' too; steps are timed by `clock`.
+        `observer` is told of every step, branches' too; steps are timed by `clock`. `tier` is offered runs of KV
+        blocks, and asked for those that a call lacks.
         """
         self._ahead = ahead or Ahead()
         self._clock = clock
@@ -92,11 +99,24 @@ class EngineLoop:
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._absences = Absences()
+        self._inbox = Inbox()
+        self._publish = self._sessions.publish
+        self._restores: Restores | None = None
+        if tier is not None:
+            self._publish = Offers(tier, worker, self._sessions).publish
+            self._restores = Restores(
+                tier, worker, self._calls, scheduler=self._scheduler, inbox=self._inbox, clock=clock
+            )
         self._steps = StepRunner(
-            worker, program, self._calls, scheduler=self._scheduler, observer=observer, clock=clock
+            worker,
+            program,
+            self._calls,
+            scheduler=self._scheduler,
+            observer=observer,
+            clock=clock,
+            publish=self._publish,
         )
         self._watchdog = self._steps.watchdog
-        self._inbox = Inbox()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # whoever stops awaiting it does not cancel it
         self._worker = worker
@@ -162,6 +182,7 @@ class EngineLoop:
         return Load(
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
+            num_running=self._sessions.num_running,
             draining=self._inbox.is_closed or self._watchdog.is_stalled,
         )
 
@@ -227,7 +248,9 @@ class EngineLoop:
             while (commands := self._inbox.take(self._patience_s(), may_end=not self._calls.jobs)) is not None:
                 for command in commands:
                     command()
-                self._calls.start_waiting()
+                begun = self._calls.start_waiting()
+                if self._restores is not None:
+                    self._restores.turn(begun)
                 if self._calls.running:
                     for job in self._steps.run(self._absences):
                         if job.answer is not None:
@@ -239,12 +262,13 @@ class EngineLoop:
 
     def _patience_s(self) -> float | None:
         """How long the thread may sleep until something is asked of it; None: as long as that takes."""
+        if self._calls.may_run or self._ahead.has_work():
+            return 0.0
         pin_end_s = self._calls.pin_end_s
-        if self._calls.jobs and pin_end_s is None:
-            return 0.0
-        if self._ahead.has_work():
-            return 0.0
-        return None if pin_end_s is None else max(0.0, pin_end_s - self._clock())
+        wake_s = float("inf") if pin_end_s is None else pin_end_s
+        if self._restores is not None:
+            wake_s = min(wake_s, self._restores.end_s)
+        return None if wake_s == float("inf") else max(0.0, wake_s - self._clock())
 
     def _end(self, outcome: SpecdecError) -> None:
         """The thread's last act; jobs are left only when a fault ends it: they get `outcome`, and nobody may wait for
@@ -304,7 +328,7 @@ class EngineLoop:
         committed_len = job.call.position.committed_len
         job.num_cached_tokens = committed_len
         self._ahead.resume(job, branch)
-        self._sessions.publish(job.sequence, committed_len)
+        self._publish(job.sequence, committed_len)
         if job.answer is not None:
             self._finish(job)
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoint import checkpoint_fingerprint, require_plain_weights
-from specdec.engine.base import ModelShape
+from specdec.engine.base import KvLayout, ModelShape
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import vocabulary_fingerprint, vocabulary_size
@@ -100,6 +100,7 @@ def model_shape(
     num_blocks: int,
     context: int,
     device: torch.device,
+    kv_layout: KvLayout | None,
     *,
     num_head_rows: int,
     is_int8: bool,
@@ -113,6 +114,7 @@ def model_shape(
         num_blocks: of the KV pool.
         context: longest sequence that is wanted.
         device: where it runs.
+        kv_layout: of its blocks, or of this rank's part of them.
         num_head_rows: logits that the model gives a row, of all ranks together.
         is_int8: whether its layers' weights are rounded.
     """
@@ -127,6 +129,7 @@ def model_shape(
         num_kv_blocks=num_blocks,
         dtype=served_dtype,
         device=str(device),
+        kv_layout=kv_layout,
     )
 
 

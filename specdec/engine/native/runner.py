@@ -199,6 +199,14 @@ class NativeRunner(Worker):
         self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
         return logits[:, : self.shape.vocabulary_size].contiguous()
 
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""
+        return self._cache.copies.read(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copies KV blocks in; see `engine.base.Worker.write_blocks`."""
+        self._cache.copies.write(block_ids, rows)
+
     def _place_numbers(self, slices: Sequence[SequenceSlice]) -> NDArray[np.int64]:
         """Points the batch at a plan's numbers; returns what holds them.
 

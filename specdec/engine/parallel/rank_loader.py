@@ -131,7 +131,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         _require_part(shards, whole, layers, ranks, time.monotonic() - began_s)
         num_blocks = _agree_on_blocks(wanted, shapes, shards.model.dtype, context, ranks)
         shape = model_shape(
-            shards.model, directory, token_to_id, num_blocks, context, ranks.device,
+            shards.model, directory, token_to_id, num_blocks, context, ranks.device, None,
             num_head_rows=shards.num_head_rows, is_int8=False,
         )  # fmt: skip
         reference = _reference(shards, shape, layers) if wanted.self_check else None

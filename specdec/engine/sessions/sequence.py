@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core.chain import ChainHasher
+from specdec.core.chain import ChainHasher, block_name
 from specdec.engine.sessions.block_manager import BlockManager
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import BLOCK_TOKENS, TokenIds
 
 
@@ -39,14 +40,20 @@ class StoredAnswer:
 class Sequence:
     """A session's tokens and block table. `len()` counts tokens, with or without KV."""
 
-    def __init__(self, session_id: str) -> None:
+    def __init__(self, session_id: str, tenant: str = DEFAULT_TENANT) -> None:
         self.session_id = session_id
+        self.tenant = tenant
+        """Who else may find the blocks that it publishes."""
         self.epoch = 0
         self.newest_round = -1
         self.answer: StoredAnswer | None = None
         """Of (epoch, newest_round)."""
         self.in_flight = False
         """A call works on the session: its KV is not evicted."""
+        self.answered_at: tuple[int, int] | None = None
+        """Rounds and positions that the replica had answered when it last answered this session."""
+        self.called_s = float("-inf")
+        """When it was last called, on the session table's clock."""
         self.pinned_until_s = float("-inf")
         """Between a miss and its resend, on the session table's clock."""
         self.kv_len = 0
@@ -127,7 +134,7 @@ class Sequence:
         Returns:
             None, with nothing changed, when too few blocks are available.
         """
-        fork = Sequence(self.session_id)
+        fork = Sequence(self.session_id, self.tenant)
         num_shared = length // BLOCK_TOKENS
         blocks.share(fork.block_table, self.block_table[:num_shared])
         if not blocks.grow(fork.block_table, capacity):
@@ -163,28 +170,32 @@ class Sequence:
         self._extend_hasher(length)
         return self._hasher.at(length)
 
+    def block_names(self, first: int, end: int) -> list[bytes]:
+        """What blocks [first, end) of this session are published as; all of them full."""
+        return list(self._block_names(first, end * BLOCK_TOKENS))
+
     def adopt_published(self, limit: int, blocks: BlockManager) -> None:
         """Takes over published blocks that hold this session's next tokens, for full blocks that end by `limit`."""
         first = self.kv_len // BLOCK_TOKENS
-        if first >= limit // BLOCK_TOKENS or not blocks.is_published(self._block_hash(first)):
+        if first >= limit // BLOCK_TOKENS or not blocks.is_published(self._block_name(first)):
             return
         blocks.truncate(self.block_table, first * BLOCK_TOKENS)  # a block of our own that holds less gives way
-        first += blocks.adopt(self.block_table, self._block_hashes(first, limit))
+        first += blocks.adopt(self.block_table, self._block_names(first, limit))
         self.num_published = first
         self.kv_len = first * BLOCK_TOKENS
 
     def publish(self, limit: int, blocks: BlockManager) -> None:
         """Offers the full blocks that end by `limit` (committed tokens only) and have KV to other sessions."""
-        for block_hash in self._block_hashes(self.num_published, min(limit, self.kv_len)):
-            blocks.publish(self.block_table[self.num_published], block_hash)
+        for name in self._block_names(self.num_published, min(limit, self.kv_len)):
+            blocks.publish(self.block_table[self.num_published], name)
             self.num_published += 1
 
-    def _block_hashes(self, first: int, limit: int) -> Iterator[bytes]:
-        return (self._block_hash(index) for index in range(first, limit // BLOCK_TOKENS))
+    def _block_names(self, first: int, limit: int) -> Iterator[bytes]:
+        return (self._block_name(index) for index in range(first, limit // BLOCK_TOKENS))
 
-    def _block_hash(self, index: int) -> bytes:
+    def _block_name(self, index: int) -> bytes:
         self._extend_hasher((index + 1) * BLOCK_TOKENS)
-        return self._hasher.block_hash(index)
+        return block_name(self.tenant, self._hasher.block_hash(index))
 
     def _extend_hasher(self, length: int) -> None:
         hashed = len(self._hasher)

@@ -33,6 +33,9 @@ DEFAULT_PIN_TTL_S = 5.0
 #: One part in this many of the pool is never given to forks: they must not crowd out sessions or the prefix cache.
 _SPARE_SHARE = 4
 
+#: How long after its last call a session counts as running.
+_RUNNING_S = 1.0
+
 #: Sessions remembered, with or without KV; the least recently used idle ones go first.
 DEFAULT_MAX_SESSIONS = 4096
 
@@ -64,6 +67,15 @@ class SessionTable:
         """Sessions that hold KV blocks."""
         return sum(1 for sequence in list(self._sessions.values()) if sequence.block_table)
 
+    @property
+    def num_running(self) -> int:
+        """Sessions with a call in work, or whose last one came within the last second: between two they draft, or are
+        drafted for."""
+        since_s = self._clock() - _RUNNING_S
+        return sum(
+            1 for sequence in list(self._sessions.values()) if sequence.in_flight or sequence.called_s >= since_s
+        )
+
     def get(self, session_id: str) -> Sequence | None:
         return self._sessions.get(session_id)
 
@@ -75,7 +87,7 @@ class SessionTable:
         """
         sequence = self._sessions.get(request.session_id)
         if sequence is None:
-            sequence = self._sessions[request.session_id] = Sequence(request.session_id)
+            sequence = self._sessions[request.session_id] = Sequence(request.session_id, request.tenant)
             self._drop_oldest()
         elif (request.epoch, request.round_id) < (sequence.epoch, sequence.newest_round):
             raise StaleEpoch(
@@ -83,6 +95,7 @@ class SessionTable:
                 f"the call is of epoch {request.epoch} round {request.round_id}"
             )
         self._sessions.move_to_end(request.session_id)
+        sequence.called_s = self._clock()
         return sequence
 
     def align(self, sequence: Sequence, request: SessionPosition, draft_token_ids: TokenIds) -> None:

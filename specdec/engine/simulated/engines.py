@@ -21,9 +21,11 @@ import numpy as np
 
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
+from specdec.engine.sessions.answer_count import AnswerCount
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.engine.simulated.device import Branches, ForwardTime
+from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
 from specdec.errors import InvalidRequest
@@ -91,6 +93,11 @@ class SimulatedTarget(SimulatedReplica):
 
     role = "target"
 
+    def __init__(self, pair: SimulatedPair, **options: Any) -> None:
+        """See `SimulatedReplica`."""
+        super().__init__(pair, **options)
+        self._answers = AnswerCount()
+
     @property
     def _forward(self) -> ForwardTime:
         return self._pair.target
@@ -132,7 +139,15 @@ class SimulatedTarget(SimulatedReplica):
         self._submit(job, now_s, num_pending=num_tokens, num_logit_rows=num_rows, num_steps=1)
 
     def _times(self, job: SimulatedJob) -> dict[str, Any]:
-        return {} if job.work is None else {"forward_s": job.work.step_s, "step_tokens": job.work.step_tokens}
+        if job.work is None:
+            return {}
+        others = self._answers.note(job.sequence, job.call.num_logit_rows)
+        return {
+            "forward_s": job.work.step_s,
+            "step_tokens": job.work.step_tokens,
+            "num_others": others.num_rounds,
+            "num_other_rows": others.num_rows,
+        }
 
 
 def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cached_tokens: int) -> Proposal:

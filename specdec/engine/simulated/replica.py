@@ -120,6 +120,7 @@ class SimulatedReplica:
             self._info,
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
+            num_running=self._sessions.num_running,
             draining=self._is_closing,
         )
 

@@ -7,12 +7,16 @@
 -- ARGV[2] epoch
 -- ARGV[3] session ttl, ms
 -- ARGV[4] '1': the session is left in order
+-- ARGV[5] where its KV is, or ''
 -- RETURNS {'OK'}
 
 if redis.call('GET', KEYS[3]) == ARGV[1] and redis.call('HGET', KEYS[1], 'epoch') == ARGV[2] then
   redis.call('DEL', KEYS[3])
   if ARGV[4] == '1' then
     redis.call('HSET', KEYS[1], 'left', ARGV[2])
+  end
+  if ARGV[5] ~= '' then
+    redis.call('HSET', KEYS[1], 'homes', ARGV[5])
   end
   redis.call('PEXPIRE', KEYS[1], ARGV[3])
   redis.call('PEXPIRE', KEYS[2], ARGV[3])

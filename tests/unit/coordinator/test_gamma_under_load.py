@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class Session:
     """One stream of rounds."""
 
     chooser: GammaChooser
+    coordinator: int = 0
     length: int = 100
     gamma: int = 0
     began_s: float = 0.0
@@ -54,13 +56,16 @@ class SharedTarget:
     sessions: list[Session]
     knows_others: bool = True
     """False: nobody is told that others share the target."""
+    knows_coordinators: bool = True
+    """False: a coordinator counts the answers that it gets itself."""
     now_s: float = 0.0
     num_tokens: int = 0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
     _waiting: list[Session] = field(default_factory=list)
     _is_busy: bool = False
-    _answered: tuple[int, int] = (0, 0)
+    _answered: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
+    """Rounds and positions, by who counts them."""
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     def goodput(self) -> float:
@@ -110,11 +115,12 @@ class SharedTarget:
         num_accepted, num_rows = 0, session.gamma + 1
         while num_accepted < session.gamma and self._random.random() < self.pair.alpha:
             num_accepted += 1
-        self._answered = self._answered[0] + 1, self._answered[1] + num_rows
+        counter = 0 if self.knows_coordinators else session.coordinator
+        answered = self._answered[counter] = self._answered[counter][0] + 1, self._answered[counter][1] + num_rows
         others = (0, 0)
         if session.seen is not None and self.knows_others:
-            others = self._answered[0] - session.seen[0] - 1, self._answered[1] - session.seen[1] - num_rows
-        session.seen = self._answered
+            others = answered[0] - session.seen[0] - 1, answered[1] - session.seen[1] - num_rows
+        session.seen = answered
         draft_s = session.drafting_s(self.pair)
         session.chooser.observe(
             RoundTimes(
@@ -137,10 +143,24 @@ class SharedTarget:
         self._begin_round(session)
 
 
-def goodput(pair: Pair, num_sessions: int, *, fixed: int | None = None, knows_others: bool = True) -> float:
-    pool = PoolRecord()
-    choosers = [GammaChooser(pool, fixed=fixed, max_gamma=MAX_GAMMA) for _ in range(num_sessions)]
-    return SharedTarget(pair, [Session(chooser) for chooser in choosers], knows_others).goodput()
+def goodput(
+    pair: Pair,
+    num_sessions: int,
+    *,
+    fixed: int | None = None,
+    num_coordinators: int = 1,
+    knows_others: bool = True,
+    knows_coordinators: bool = True,
+) -> float:
+    """`num_coordinators`: each has its sessions' share and a record of its own."""
+    pools = [PoolRecord() for _ in range(num_coordinators)]
+    sessions = [
+        Session(
+            GammaChooser(pools[index % num_coordinators], fixed=fixed, max_gamma=MAX_GAMMA), index % num_coordinators
+        )
+        for index in range(num_sessions)
+    ]
+    return SharedTarget(pair, sessions, knows_others, knows_coordinators).goodput()
 
 
 def best_fixed(pair: Pair, num_sessions: int) -> float:
@@ -160,3 +180,15 @@ def test_sessions_that_do_not_know_of_each_other_overfill_the_target() -> None:
     """The negative control of the test above."""
     pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=0.9)
     assert goodput(pair, 64, knows_others=False) < 0.9 * best_fixed(pair, 64)
+
+
+@pytest.mark.parametrize("num_coordinators", [2, 4])
+def test_coordinators_that_share_a_target_come_as_near_as_one_alone(num_coordinators: int) -> None:
+    pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=0.9)
+    assert goodput(pair, 64, num_coordinators=num_coordinators) >= 0.95 * goodput(pair, 64)
+
+
+def test_coordinators_that_count_their_own_rounds_alone_overfill_the_target() -> None:
+    """The negative control of the test above."""
+    pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=0.9)
+    assert goodput(pair, 64, num_coordinators=4, knows_coordinators=False) < 0.95 * goodput(pair, 64)
