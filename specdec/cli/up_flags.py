@@ -107,6 +107,11 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--replicas-draft", type=int, metavar="N", help="default 1; 0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="N", dest="tensor_parallel_target",
+        help="processes, or GPUs, that hold each target replica's model together; default 1",
+    )  # fmt: skip
+    parser.add_argument("--tensor-parallel-draft", type=int, metavar="N", help="the same of each draft replica")
     for role, share in _UTILIZATION.items():
         parser.add_argument(
             f"--gpu-memory-utilization-{role}", type=float, metavar="SHARE",
@@ -141,6 +146,8 @@ def check(args: argparse.Namespace) -> None:
         raise Usage("a simulated target has no tokenizer: name one with --tokenizer")
     if args.max_context_tokens is not None and args.max_context_tokens < 1:
         raise Usage("--max-context-tokens must be at least 1")
+    if any(num_ranks(args, role) < 1 for role in ROLES):
+        raise Usage("--tensor-parallel and --tensor-parallel-draft must be at least 1")
     for role in ROLES:
         if not 0 < utilization(args, role) <= 1:
             raise Usage(f"--gpu-memory-utilization-{role} must be above 0 and at most 1")
@@ -160,6 +167,12 @@ def num_drafts(args: argparse.Namespace) -> int:
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
     return 0 if (args.target or args.lookup) and not args.draft else 1
+
+
+def num_ranks(args: argparse.Namespace, role: str) -> int:
+    """Of each replica."""
+    given: int | None = value(args, f"--tensor-parallel-{role}")
+    return 1 if given is None else given
 
 
 def models(args: argparse.Namespace) -> Models:

@@ -92,6 +92,7 @@ class _Replica:
         else:
             own = ["--rank", str(rank), "--world-size", str(self._args.ranks)]
             own += ["--store-host", self._placement.address, "--store-port", store_port]
+            own += ["--local-rank", "0"]  # an actor sees the GPU that it was given, and no other
             module, arguments = "specdec.service.rank", [role, *own, "--", *self._flags]
         threading.Thread(target=self._follow, args=(rank, module, arguments), daemon=True).start()
 
