@@ -88,7 +88,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument(
         "--kv-tier-url", default="", metavar="URL",
-        help="a second Redis (maxmemory-policy allkeys-lru) that keeps KV for replicas that do not hold it; default: none",
+        help="a second Redis (maxmemory-policy allkeys-lru) for KV that replicas do not hold; default: none",
     )  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
