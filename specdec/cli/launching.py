@@ -17,6 +17,7 @@ from specdec.cli.up_flags import (
     Models,
     counts,
     later_metrics_address,
+    num_ranks,
     utilization,
     value,
 )
@@ -71,6 +72,7 @@ class Launcher:
         """Starts the coordinator."""
         tokenizer = self._args.tokenizer or self._served.target
         arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
+        arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
 
@@ -98,6 +100,7 @@ class Launcher:
         args = self._args
         num_cpus = value(args, f"--num-threads-{role}") or self._environ.get("OMP_NUM_THREADS") or 1
         placed = ["--ray-address", self._ray_address, "--name", name, "--role", role, "--cpus", str(num_cpus)]
+        placed += ["--ranks", str(num_ranks(args, role))]
         placed += ["--gpus", "none" if args.device == "cpu" else "auto", *(["--metrics"] if args.metrics else [])]
         share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
         of_device = value(args, f"--gpu-memory-utilization-{role}") or UTILIZATION_ALONE  # no other rank is on its GPU
@@ -125,7 +128,7 @@ class Launcher:
         given = []
         if value(self._args, f"--gpu-memory-utilization-{role}") is not None:
             given += ["--gpu-memory-utilization", self._share(role)]
-        for flag in ("--kv-cache-bytes", "--num-threads"):
+        for flag in ("--kv-cache-bytes", "--num-threads", "--tensor-parallel"):
             if (number := value(self._args, f"{flag}-{role}")) is not None:
                 given += [flag, str(number)]
         if self._args.max_context_tokens is not None:
@@ -153,7 +156,8 @@ class Launcher:
         # Draft and target work by turns, so a replica of each role may use all cores, and finds out whether it should.
         # Several of a role share them; one core is left to coordinator, store and client.
         if num_alike > 1:
-            quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // num_alike))
+            num_processes = num_alike * num_ranks(self._args, role)
+            quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // num_processes))
         # Not a flag, which would win over the same variable of the caller's.
         quiet[f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"] = self._share(role)
         return {**quiet, **self._environ}
