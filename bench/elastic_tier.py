@@ -104,7 +104,7 @@ def _replicas(tier_url: str, metrics: str = "") -> list[ReplicaCommand]:
         ReplicaCommand(
             role,
             f"{role}_service",
-            ("--model", str(DEMO / role), "--redis-url", "memory://", "--num-threads", "2", *tier)
+            ("--model", str(DEMO / role), "--redis-url", "memory://", *tier)
             + (("--metrics", metrics) if metrics and role == "target" else ()),
         )
         for role in ("target", "draft")

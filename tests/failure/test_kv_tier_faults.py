@@ -12,48 +12,38 @@ import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
-import torch
 
-from draft_service.proposer import Proposer
-from specdec.core.chain import ChainHasher
-from specdec.engine.base import KvLayout, StepPlan
 from specdec.errors import KvMiss, StaleEpoch
 from specdec.state import kv_link, kv_reader, kv_writer
 from specdec.state.kv_tier import KvTier
-from specdec.types import SamplingFilters
 from tests.support.redis_fixture import RedisServer
-from tests.support.round_driver import RoundDriver
 from tests.support.table_worker import TableWorker
-from tests.support.tier_rig import Replica, space_of, wait_until
+from tests.support.tier_rig import (
+    NUM_RUNS,
+    RUN_BYTES,
+    RUN_TOKENS,
+    Replica,
+    asked,
+    expected,
+    fill,
+    prompt,
+    replica_of,
+    restoring,
+    space_of,
+    wait_until,
+    worker,
+)
 from tests.unit.state.test_kv_values import damaged
 
-RUN_TOKENS = 256
-NUM_RUNS = 3
-PROMPT_TOKENS = NUM_RUNS * RUN_TOKENS + 10
-RUN_BYTES = TableWorker().shape.kv_layout.block_bytes * RUN_TOKENS // 16
 LOOKS_DOWN = "serving without the KV tier"
-
-
-def prompt(number: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
-    """Prompts share no beginning."""
-    return [3 + number % 20, 3 + number // 20, *(3 + index * 7 % 20 for index in range(num_tokens - 2))]
-
-
-def worker(num_blocks: int = 128, **options: Any) -> TableWorker:
-    return TableWorker(num_blocks=num_blocks, context=1024, **options)
-
-
-def expected(tokens: list[int]) -> int:
-    return TableWorker().greedy_continuation(tokens, 1)[0]
 
 
 @pytest.fixture
@@ -71,71 +61,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetches are waited for."""
     monkeypatch.setattr(kv_reader, "PATIENCE_S", 60.0)
     monkeypatch.setattr(kv_link, "SOCKET_TIMEOUT_S", 60.0)
-
-
-@asynccontextmanager
-async def replica_of(a_worker: Any, url: str, **options: Any) -> AsyncIterator[Replica]:
-    """One whose tier is up; closed, and found without anything left behind, at the end."""
-    replica = Replica(a_worker, url, **options)
-    try:
-        await asyncio.to_thread(replica.wait_up)
-        yield replica
-    finally:
-        await replica.close()
-
-
-async def fill(url: str, *prompts: list[int]) -> None:
-    """Lets a replica compute prompts and write what it has."""
-    async with replica_of(worker(), url) as replica:
-        for number, tokens in enumerate(prompts):
-            await replica.ask(tokens, session_id=f"fill-{number}")
-            num_bytes = (number + 1) * NUM_RUNS * RUN_BYTES
-            await asyncio.to_thread(replica.wait_written, num_bytes)
-
-
-async def asked(replica: Replica, tokens: list[int], **position: Any) -> int:
-    """Asks for the next token, which must be the right one; returns how much of the KV was not computed."""
-    verification = await asyncio.wait_for(replica.ask(tokens, **position), 30.0)
-    assert int(verification.choice_token_ids[0]) == expected(tokens)
-    return verification.num_cached_tokens
-
-
-async def test_a_session_that_another_replica_computed_is_restored_and_goes_on(server: RedisServer) -> None:
-    await fill(server.url, prompt(0))
-    async with replica_of(worker(), server.url) as cold:
-        tokens = prompt(0)
-        assert await asked(cold, tokens) == NUM_RUNS * RUN_TOKENS
-        assert sum(len(part.token_ids) for step in cold.worker.steps for part in step.slices) == 10
-        for round_id in range(1, 4):
-            tokens.append(expected(tokens))
-            assert await asked(cold, tokens, round_id=round_id) == len(tokens) - 1
-
-
-async def test_a_draft_and_a_target_restored_draw_and_decide_as_they_would_have(server: RedisServer) -> None:
-    drivers = []
-    for _ in range(2):
-        async with (
-            replica_of(worker(salt=1), server.url, kind=Proposer) as draft,
-            replica_of(worker(), server.url) as target,
-        ):
-            driver = RoundDriver("s", prompt(0), draft.engine, target.engine, SamplingFilters(temperature=1.0), seed=7)
-            drivers.append(driver)
-            await driver.generate(40, 4)
-            if len(drivers) == 1:
-                await asyncio.to_thread(draft.wait_written, NUM_RUNS * RUN_BYTES)
-                await asyncio.to_thread(target.wait_written, NUM_RUNS * RUN_BYTES)
-    computed, restored = drivers
-    assert restored.tokens == computed.tokens
-    assert [one.num_accepted for one in restored.decisions] == [one.num_accepted for one in computed.decisions]
-    assert any(decision.num_accepted for decision in restored.decisions)
-    assert [driver.proposals[0].num_cached_tokens for driver in drivers] == [0, NUM_RUNS * RUN_TOKENS]
-
-
-async def test_of_a_prompt_of_whole_runs_the_last_one_is_computed(server: RedisServer) -> None:
-    """The logits of its last token are wanted."""
-    await fill(server.url, prompt(0))
-    async with replica_of(worker(), server.url) as cold:
-        assert await asked(cold, prompt(0)[: NUM_RUNS * RUN_TOKENS]) == (NUM_RUNS - 1) * RUN_TOKENS
 
 
 async def test_damaged_values_are_computed_again(server: RedisServer) -> None:
@@ -161,64 +86,6 @@ async def test_damaged_values_are_computed_again(server: RedisServer) -> None:
     assert len(cached) == 200
     assert max(cached) <= RUN_TOKENS * NUM_RUNS
     assert cached.count(0) > 180
-
-
-@pytest.mark.parametrize("missing", range(NUM_RUNS))
-async def test_where_a_run_is_missing_the_rest_is_computed(missing: int, server: RedisServer) -> None:
-    """Half by restore, half by replay."""
-    await fill(server.url, prompt(0))
-    async with replica_of(worker(), server.url) as cold:
-        blocks = (missing + 1) * 16
-        name = _names(prompt(0), blocks)[-1]
-        with closing(redis.Redis.from_url(server.url)) as client:
-            assert client.delete(cold.tier.space.key(name)) == 1
-        assert await asked(cold, prompt(0)) == missing * RUN_TOKENS
-
-
-async def test_what_a_session_still_holds_is_not_fetched_again(server: RedisServer) -> None:
-    await fill(server.url, prompt(0))
-    async with replica_of(worker(), server.url) as cold:
-        assert await asked(cold, prompt(0)[:300], session_id="a") == RUN_TOKENS
-        written = cold.worker.num_written
-        assert await asked(cold, prompt(0), session_id="a", round_id=1) == NUM_RUNS * RUN_TOKENS
-        # The blocks up to token 288 are full and published; the partial one after them is the session's own.
-        assert cold.worker.num_written - written == NUM_RUNS * 16 - 300 // 16
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"model_fingerprint": "another"}, {"kv_layout": "dtype"}, {"kv_layout": "rank"}, {"kv_layout": "layers"}],
-    ids=["model", "dtype", "rank", "layers"],
-)
-async def test_blocks_of_another_model_dtype_or_rank_are_never_used(
-    change: dict[str, str], server: RedisServer
-) -> None:
-    await fill(server.url, prompt(0))
-    other = worker()
-    num_bytes = other.shape.kv_layout.block_bytes
-    layouts = {
-        "dtype": KvLayout("float16", (num_bytes,)),
-        "rank": KvLayout("slots", (num_bytes,), "tp2.0"),
-        "layers": KvLayout("slots", (num_bytes // 2, num_bytes // 2)),
-    }
-    other.shape = replace(other.shape, **{name: layouts.get(value, value) for name, value in change.items()})
-    # Whatever lies under its keys was written by somebody else.
-    space = space_of(other)
-    with closing(redis.Redis.from_url(server.url)) as client:
-        for key, end in zip(_keys(client, prompt(0)), range(16, 64, 16), strict=True):
-            client.set(space.key(_names(prompt(0), end)[-1]), client.get(key))
-    async with replica_of(other, server.url) as replica:
-        assert await asked(replica, prompt(0)) == 0
-
-
-async def test_blocks_of_another_tenant_are_never_used(server: RedisServer) -> None:
-    async with replica_of(worker(), server.url) as first:
-        await asked(first, prompt(0), session_id="a", tenant="one")
-        await asyncio.to_thread(first.wait_written, NUM_RUNS * RUN_BYTES)
-    async with replica_of(worker(), server.url) as cold:
-        assert await asked(cold, prompt(0), session_id="b", tenant="two") == 0
-        assert await asked(cold, prompt(0), session_id="c") == 0
-        assert await asked(cold, prompt(0), session_id="d", tenant="one") == NUM_RUNS * RUN_TOKENS
 
 
 async def test_a_tier_that_forgets_most_of_it_changes_no_token(tmp_path: Path) -> None:
@@ -426,71 +293,8 @@ async def test_an_offer_is_dropped_where_the_queue_is_full_and_never_waits(serve
     await asyncio.to_thread(tier.close)
 
 
-async def test_a_run_that_is_there_is_neither_read_nor_written_again(server: RedisServer) -> None:
-    await fill(server.url, prompt(0))
-    async with replica_of(worker(), server.url, replay_s_per_token=0.0) as second:  # it computes
-        assert await asked(second, prompt(0)) == 0
-        assert await asked(second, prompt(1), session_id="t") == 0
-        await asyncio.to_thread(second.wait_written, NUM_RUNS * RUN_BYTES)
-        assert second.tier.tally.num_bytes["written"] == NUM_RUNS * RUN_BYTES
-        assert second.worker.num_read == NUM_RUNS * 16
-
-
-class SlowWorker(TableWorker):
-    """Takes 2 ms a token."""
-
-    def execute(self, plan: StepPlan) -> torch.Tensor:
-        time.sleep(2e-3 * sum(len(part.token_ids) for part in plan.slices))
-        return super().execute(plan)
-
-
-async def test_the_faster_way_is_chosen_by_what_was_measured_on_the_replica_itself(server: RedisServer) -> None:
-    await fill(server.url, prompt(0))
-    async with replica_of(SlowWorker(num_blocks=128, context=1024), server.url, replay_s_per_token=None) as cold:
-        await cold.engine.warm_up()
-        assert await asked(cold, prompt(0)) == NUM_RUNS * RUN_TOKENS
-        assert cold.tier.tally.choices["restore"] == 1
-    async with replica_of(worker(), server.url, replay_s_per_token=None) as cold:
-        await cold.engine.warm_up()
-        for _ in range(3):
-            cold.tier.rule.observe_transfer(RUN_BYTES, 100.0)  # a slow network
-        assert await asked(cold, prompt(0)) == 0
-        assert cold.tier.tally.choices["replay"] == 1
-
-
-async def test_a_tier_that_was_measured_in_a_bad_moment_is_measured_again_when_that_made_somebody_compute(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_reader, "DOUBT_S", 0.0)
-    await fill(server.url, prompt(0), prompt(1))
-    async with replica_of(worker(), server.url, replay_s_per_token=0.1) as cold:
-        for _ in range(5):
-            cold.tier.rule.observe_transfer(RUN_BYTES, 100.0)
-        assert await asked(cold, prompt(0), session_id="a") == 0
-        await asyncio.to_thread(wait_until, lambda: cold.tier.rule.restore_s(NUM_RUNS * RUN_BYTES) < 1.0)
-        assert await asked(cold, prompt(1), session_id="b") == NUM_RUNS * RUN_TOKENS
-
-
-async def restoring(replica: Replica, number: int) -> None:
-    """Returns once that many calls are held."""
-    calls = replica.engine._engine_loop._calls
-    await asyncio.to_thread(wait_until, lambda: len(calls.restoring) == number)
-
-
 def _num_warnings(caplog: pytest.LogCaptureFixture) -> int:
     return sum(LOOKS_DOWN in record.message and record.levelno == logging.WARNING for record in caplog.records)
-
-
-def _names(tokens: list[int], num_blocks: int) -> list[bytes]:
-    hasher = ChainHasher(tokens)
-    return [hasher.block_hash(index) for index in range(num_blocks)]
-
-
-def _keys(client: Any, tokens: list[int]) -> list[str]:
-    space = space_of(worker())
-    keys = [space.key(_names(tokens, end)[-1]) for end in range(16, 64, 16)]
-    assert all(client.exists(key) for key in keys)
-    return keys
 
 
 def _failing(write: Callable[..., None], *, after: int) -> Callable[..., None]:

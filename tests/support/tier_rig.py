@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from specdec.core.chain import ChainHasher
 from specdec.engine.loop.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.state.kv_tier import KvTier
@@ -19,8 +21,13 @@ from specdec.tenant import DEFAULT_TENANT
 from specdec.types import Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
 
 NO_DRAFT = np.empty(0, dtype=np.uint32)
+RUN_TOKENS = 256
+NUM_RUNS = 3
+PROMPT_TOKENS = NUM_RUNS * RUN_TOKENS + 10
+RUN_BYTES = TableWorker().shape.kv_layout.block_bytes * RUN_TOKENS // 16
 _PATIENCE_S = 30.0
 
 
@@ -80,3 +87,61 @@ class Replica:
         self.engine.check_integrity()
         assert self.engine.info().kv_usage == 0.0
         await asyncio.to_thread(self.tier.close)
+
+
+def prompt(number: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+    """Prompts share no beginning."""
+    return [3 + number % 20, 3 + number // 20, *(3 + index * 7 % 20 for index in range(num_tokens - 2))]
+
+
+def worker(num_blocks: int = 128, **options: Any) -> TableWorker:
+    return TableWorker(num_blocks=num_blocks, context=1024, **options)
+
+
+def expected(tokens: list[int]) -> int:
+    return TableWorker().greedy_continuation(tokens, 1)[0]
+
+
+@asynccontextmanager
+async def replica_of(a_worker: Any, url: str, **options: Any) -> AsyncIterator[Replica]:
+    """One whose tier is up; closed, and found without anything left behind, at the end."""
+    replica = Replica(a_worker, url, **options)
+    try:
+        await asyncio.to_thread(replica.wait_up)
+        yield replica
+    finally:
+        await replica.close()
+
+
+async def fill(url: str, *prompts: list[int]) -> None:
+    """Lets a replica compute prompts and write what it has."""
+    async with replica_of(worker(), url) as replica:
+        for number, tokens in enumerate(prompts):
+            await replica.ask(tokens, session_id=f"fill-{number}")
+            num_bytes = (number + 1) * NUM_RUNS * RUN_BYTES
+            await asyncio.to_thread(replica.wait_written, num_bytes)
+
+
+async def asked(replica: Replica, tokens: list[int], **position: Any) -> int:
+    """Asks for the next token, which must be the right one; returns how much of the KV was not computed."""
+    verification = await asyncio.wait_for(replica.ask(tokens, **position), 30.0)
+    assert int(verification.choice_token_ids[0]) == expected(tokens)
+    return verification.num_cached_tokens
+
+
+async def restoring(replica: Replica, number: int) -> None:
+    """Returns once that many calls are held."""
+    calls = replica.engine._engine_loop._calls
+    await asyncio.to_thread(wait_until, lambda: len(calls.restoring) == number)
+
+
+def block_names(tokens: list[int], num_blocks: int) -> list[bytes]:
+    hasher = ChainHasher(tokens)
+    return [hasher.block_hash(index) for index in range(num_blocks)]
+
+
+def keys_of(client: Any, tokens: list[int]) -> list[str]:
+    space = space_of(worker())
+    keys = [space.key(block_names(tokens, end)[-1]) for end in range(16, 64, 16)]
+    assert all(client.exists(key) for key in keys)
+    return keys
