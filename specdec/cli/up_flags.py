@@ -15,7 +15,9 @@ from typing import Any
 import specdec
 from specdec.cli.processes import Child, free_ports
 from specdec.config import join_address, split_address
+from specdec.errors import InvalidRequest
 from specdec.rpc.server import require_free
+from specdec.tenant import DEFAULT_TENANT, check_tenant
 
 ROLES = ("target", "draft")
 
@@ -55,6 +57,9 @@ def add_parser(commands: Any) -> None:
         "port 0 takes free ones",
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
+    parser.add_argument(
+        "--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"whose sessions these are; default {DEFAULT_TENANT}"
+    )
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
@@ -94,6 +99,10 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         Usage: they make no sense.
     """
+    try:
+        check_tenant(args.tenant, field="--tenant")
+    except InvalidRequest as error:
+        raise Usage(error.message) from None
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
@@ -201,6 +210,7 @@ def coordinator(
 ) -> Child:  # fmt: skip
     """Starts the coordinator."""
     arguments = ["--tokenizer", served.target, "--listen", address, "--poll-interval-s", "0.2"]
+    arguments += ["--tenant", args.tenant]
     common = _common(args, redis_url, metrics.get("coordinator", ""))
     return Child("coordinator", "coordinator", [*arguments, *common], environ, shown_level=args.log_level)
 
