@@ -1,25 +1,23 @@
-"""The pieces of a round on their own: a draft step, a verification, and a message there and back.
+"""The pieces of a round on their own: a model's step, and a message there and back.
 
-`BareProcess` keeps a child that loads both models with our own engine and nothing around it; the same child answers an
-open gRPC stream with what it is sent, for the round trip of one link. They make the ideal that our services are held
-against. Called by the `latency` suite; `python -m bench.bare` is the child.
+`BareProcess` keeps a child that loads models with our own engine and nothing around it; the same child answers an open
+gRPC stream with what it is sent, for the round trip of one link. They make the ideal that our services are held
+against. Called by the suites `latency` and `real`; `python -m bench.bare` is the child.
 """
 
 import argparse
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import numpy as np
+
+from bench.line_child import LineChild
 
 _ECHO = "/specdec.bench.Echo/Echo"
 _NUM_MESSAGES = 50
@@ -27,57 +25,21 @@ _MESSAGE_BYTES = 100
 _NUM_STEPS = 30
 
 
-@dataclass(frozen=True)
-class BareTimes:
-    """Medians, in seconds."""
+class BareProcess(LineChild):
+    """The child."""
 
-    draft_step_s: float
-    """One token of one session through the draft, greedy choice included."""
-    verify_s: float
-    """gamma + 1 tokens through the target, likewise."""
+    def __init__(self, models: Mapping[str, tuple[Path, str]], num_threads: int) -> None:
+        """Loads `models`: by name, a checkpoint and the dtype to serve it in."""
+        described = {name: (str(directory), dtype) for name, (directory, dtype) in models.items()}
+        super().__init__("bench.bare", "--models", json.dumps(described), num_threads=num_threads)
 
-
-class BareProcess:
-    """The child. Use it by `with`; one call at a time."""
-
-    def __init__(self, target_dir: Path, draft_dir: Path, num_threads: int) -> None:
-        command = [sys.executable, "-m", "bench.bare", "--target", str(target_dir), "--draft", str(draft_dir)]
-        self._process = subprocess.Popen(
-            [*command, "--threads", str(num_threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(num_threads), "TRANSFORMERS_VERBOSITY": "error"},
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        self._address = self._read()
-
-    def times(self, context_tokens: int, gamma: int) -> BareTimes:
-        """Measures now, after a context of so many tokens."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"context_tokens": context_tokens, "gamma": gamma}) + "\n")
-        self._process.stdin.flush()
-        return BareTimes(**self._read())
+    def step_s(self, name: str, context_tokens: int, num_tokens: int) -> float:
+        """Median seconds of a step of `num_tokens` rows of one session after its context, greedy choice included."""
+        return float(self.ask({"name": name, "context_tokens": context_tokens, "num_tokens": num_tokens}))
 
     def round_trip_s(self) -> float:
         """A small message to the child and back on an open stream: the median of many, now."""
-        return asyncio.run(_time_echo(self._address))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The child ends at the end of its input.
-        self._process.communicate()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the bare engine ended with exit code {self._process.wait()}")
-        return json.loads(line)
+        return asyncio.run(_time_echo(self.greeting))
 
 
 async def _time_echo(address: str) -> float:
@@ -96,10 +58,10 @@ async def _time_echo(address: str) -> float:
 class _BareModel:
     """One worker and a session of zeros."""
 
-    def __init__(self, model_dir: str, num_threads: int) -> None:
+    def __init__(self, model_dir: str, dtype: str, num_threads: int) -> None:
         from specdec.engine.loader import load_worker
 
-        self._worker = load_worker(model_dir, device="cpu", dtype="float32", num_kv_blocks=64, num_threads=num_threads)
+        self._worker = load_worker(model_dir, device="cpu", dtype=dtype, num_kv_blocks=64, num_threads=num_threads)
 
     def step_s(self, context_tokens: int, num_tokens: int) -> float:
         """Median time of a step of `num_tokens` rows after the context."""
@@ -129,7 +91,7 @@ async def _echo(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[b
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    models = [_BareModel(directory, arguments.threads) for directory in (arguments.target, arguments.draft)]
+    models = {name: _BareModel(*model, arguments.threads) for name, model in json.loads(arguments.models).items()}
     server = grpc.aio.server()
     service, _, method = _ECHO.strip("/").partition("/")
     handlers = {method: grpc.stream_stream_rpc_method_handler(_echo)}
@@ -139,17 +101,14 @@ async def _serve(arguments: argparse.Namespace) -> None:
     print(json.dumps(f"127.0.0.1:{port}"), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         asked = json.loads(line)
-        verify_s = models[0].step_s(asked["context_tokens"], asked["gamma"] + 1)
-        draft_step_s = models[1].step_s(asked["context_tokens"], 1)
-        print(json.dumps(asdict(BareTimes(draft_step_s, verify_s))), flush=True)
+        print(models[asked.pop("name")].step_s(**asked), flush=True)
     await server.stop(None)
 
 
 def main() -> None:
     """Answer one request a line until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
+    parser.add_argument("--models", required=True, help="JSON: name to [checkpoint, dtype]")
     parser.add_argument("--threads", type=int, required=True)
     asyncio.run(_serve(parser.parse_args()))
 

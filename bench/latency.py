@@ -70,13 +70,14 @@ def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[Rou
     with (
         RunningSystem(target_dir, draft_dir) as ours,
         PeerProcess(target_dir, draft_dir, NUM_THREADS) as peer,
-        BareProcess(target_dir, draft_dir, NUM_THREADS) as bare,
+        BareProcess({"target": (target_dir, "float32"), "draft": (draft_dir, "float32")}, NUM_THREADS) as bare,
     ):
         bare_times: list[RoundTimes] = []
 
         def note_bare_times(prompt: list[int]) -> None:
-            times = bare.times(len(prompt) + NUM_NEW_TOKENS // 2, GAMMA)
-            bare_times.append(RoundTimes(GAMMA * times.draft_step_s, times.verify_s, 2 * bare.round_trip_s()))
+            context = len(prompt) + NUM_NEW_TOKENS // 2
+            verify_s, draft_step_s = bare.step_s("target", context, GAMMA + 1), bare.step_s("draft", context, 1)
+            bare_times.append(RoundTimes(GAMMA * draft_step_s, verify_s, 2 * bare.round_trip_s()))
 
         speculative = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, gamma=GAMMA)
         target_only = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, mode="off")

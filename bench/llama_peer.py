@@ -5,17 +5,14 @@ What it is not: its server, which batches streams. Called by `bench.real`; `pyth
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from bench.line_child import LineChild
 from bench.peers import PeerRun
 
 _CONTEXT_TOKENS = 2048
@@ -26,43 +23,15 @@ def is_installed() -> bool:
     return find_spec("llama_cpp") is not None
 
 
-class LlamaProcess:
-    """A GGUF file in llama.cpp, in a child process. Use it by `with`; one call at a time."""
+class LlamaProcess(LineChild):
+    """A GGUF file in llama.cpp, in a child process."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
-        command = [sys.executable, "-m", "bench.llama_peer", "--model", str(path), "--threads", str(num_threads)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        self._read()
+        super().__init__("bench.llama_peer", "--model", str(path), num_threads=num_threads)
 
     def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> PeerRun:
         """Generates greedily, past any end token; the times are the child's own, without the pipe."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([prompt_token_ids, max_new_tokens]) + "\n")
-        self._process.stdin.flush()
-        return PeerRun(**json.loads(self._read()))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The child ends at the end of its input.
-        self._process.communicate()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the llama.cpp process ended with exit code {self._process.wait()}")
-        return line
+        return PeerRun(**self.ask([prompt_token_ids, max_new_tokens]))
 
 
 def main() -> None:

@@ -7,14 +7,13 @@ with the same weights, threads, prompts, gamma and dtype. Called by the suites; 
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from bench.line_child import LineChild
 
 METHODS = ("plain", "assisted", "prompt_lookup")
 
@@ -118,58 +117,28 @@ def _sampling(seed: int | None) -> dict[str, object]:
     return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
-class PeerProcess:
-    """`PeerModels` in a child process. Use it by `with`; one call at a time."""
+class PeerProcess(LineChild):
+    """`PeerModels` in a child process."""
 
     def __init__(
         self, target_dir: Path, draft_dir: Path | None, num_threads: int, device: str = "cpu", dtype: str = "float32"
     ) -> None:
-        command = [sys.executable, "-m", "bench.peers", "--target", str(target_dir)]
-        command += [] if draft_dir is None else ["--draft", str(draft_dir)]
-        command += ["--threads", str(num_threads), "--device", device, "--dtype", dtype]
-        environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "TRANSFORMERS_VERBOSITY": "error"}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        self._read()
+        draft = [] if draft_dir is None else ["--draft", str(draft_dir)]
+        super().__init__(
+            "bench.peers", "--target", str(target_dir), *draft, "--device", device, "--dtype", dtype,
+            num_threads=num_threads,
+        )  # fmt: skip
 
     def run(
         self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int, seed: int | None = None
     ) -> PeerRun:
         """As `PeerModels.run`; the times are the child's own, without the pipe."""
         request = {"method": method, "prompt_token_ids": prompt_token_ids, "max_new_tokens": max_new_tokens}
-        return PeerRun(**self._ask(request | {"gamma": gamma, "seed": seed}))
+        return PeerRun(**self.ask(request | {"gamma": gamma, "seed": seed}))
 
     def run_batch(self, prompts: list[list[int]], max_new_tokens: int) -> float:
         """As `PeerModels.run_batch`."""
-        return float(self._ask({"prompts": prompts, "max_new_tokens": max_new_tokens}))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The child ends at the end of its input.
-        self._process.communicate()
-
-    def _ask(self, request: dict) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the peer process ended with exit code {self._process.wait()}")
-        return json.loads(line)
+        return float(self.ask({"prompts": prompts, "max_new_tokens": max_new_tokens}))
 
 
 def main() -> None:

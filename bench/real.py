@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.bare import BareProcess
 from bench.gguf_files import rewrite
 from bench.llama_peer import LlamaProcess, is_installed
 from bench.pairs import interleave, median_ratio
@@ -36,6 +37,7 @@ NUM_PAIRS, NUM_QUICK_PAIRS = 9, 2
 NUM_TOKENS, NUM_QUICK_TOKENS = 96, 24
 NUM_STREAMS = 8
 LOOKUP_TOKENS = 4
+STEP_CONTEXT = 100
 
 OURS, OURS_INT8, OURS_KEPT, OURS_WIDENED = "specdec", "specdec_int8", "specdec_bf16", "specdec_bf16_as_float32"
 PLAIN, LOOKUP, BATCH = "hf_plain", "hf_prompt_lookup", "hf_padded_batch"
@@ -45,7 +47,7 @@ LLAMA = {kind: f"llama.cpp_{kind.lower()}" for kind in ("Q4_1", "Q8_0", "BF16", 
 RATIOS: tuple[tuple[str, str, float | None], ...] = (
     (OURS, PLAIN, 5.0),
     (OURS, LOOKUP, None),
-    (OURS_KEPT, OURS_WIDENED, 1.6),
+    (OURS_KEPT, OURS_WIDENED, None),
     (OURS_INT8, LLAMA["Q8_0"], 0.8),
     (OURS_KEPT, LLAMA["BF16"], 0.9),
     (OURS_KEPT, LLAMA["F16"], None),
@@ -97,6 +99,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         prompts = _prompt_token_ids(checkpoint)
         return [
             *_one_stream(systems, prompts, quick),
+            *_steps(bf16_checkpoint, quick),
             *_eight_streams(stack.enter_context(StreamProcess(ours[OURS].endpoint)), peer, prompts, quick),
         ]
 
@@ -142,6 +145,25 @@ def _one_stream(systems: dict[str, Run], prompts: list[list[int]], quick: bool) 
     ]
 
 
+def _steps(checkpoint: Path, quick: bool) -> list[Row]:
+    """Our step with 16-bit weights kept, against the same widened: one row, and the five of a verified round."""
+    num_pairs = NUM_QUICK_PAIRS if quick else NUM_PAIRS
+    models = {OURS_KEPT: (checkpoint, "auto"), OURS_WIDENED: (checkpoint, "float32")}
+    rows: list[Row] = []
+    with BareProcess(models, NUM_THREADS) as bare, progress("steps", 2 * 2 * num_pairs) as advance:
+        for num_rows, required in ((1, 1.6), (5, None)):
+            rate = {name: partial(_steps_per_s, bare, name, num_rows) for name in models}
+            rates = interleave([STEP_CONTEXT] * num_pairs, rate, advance)
+            case = f"{CASE}, step of {num_rows} row{'s' * (num_rows > 1)}"
+            row = partial(Row, suite=SUITE, row=None, case=case, origin=Origin(), quick=quick)
+            rows += _ratios(row, rates, [(OURS_KEPT, OURS_WIDENED, required)], metric="steps_per_s_ratio")
+    return rows
+
+
+def _steps_per_s(bare: BareProcess, name: str, num_rows: int, context_tokens: int) -> float:
+    return 1 / bare.step_s(name, context_tokens, num_rows)
+
+
 def _eight_streams(clients: StreamProcess, peer: PeerProcess, prompts: list[list[int]], quick: bool) -> list[Row]:
     """Prompts of one length, so that the peer's batch needs no padding either."""
     length, num_tokens = min(map(len, prompts)), _num_tokens(quick)
@@ -167,14 +189,17 @@ def _eight_streams(clients: StreamProcess, peer: PeerProcess, prompts: list[list
 
 
 def _ratios(
-    row: Callable[..., Row], rates: dict[str, list[float]], wanted: Sequence[tuple[str, str, float | None]]
+    row: Callable[..., Row],
+    rates: dict[str, list[float]],
+    wanted: Sequence[tuple[str, str, float | None]],
+    metric: str = "tokens_per_s_ratio",
 ) -> list[Row]:
     rows = []
     for system, other, required in wanted:
         ratio = median_ratio(rates[system], rates[other])
         rows.append(
             row(
-                system=system, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=other, low=ratio.low,
+                system=system, metric=metric, value=ratio.median, unit="x", ratio_to=other, low=ratio.low,
                 high=ratio.high, num_pairs=ratio.num_pairs, required=required,
             )
         )  # fmt: skip

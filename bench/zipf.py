@@ -10,7 +10,7 @@ import argparse
 import numpy as np
 import torch
 
-from specdec.engine.base import ModelShape, StepPlan
+from specdec.engine.base import ModelShape, StepPlan, Worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
 from specdec.observability.metrics import EngineMetrics
@@ -24,7 +24,7 @@ EXPONENT = 1.4
 _SCATTER = 104_729
 
 
-class ZipfWorker:
+class ZipfWorker(Worker):
     """A `specdec.engine.base.Worker`: the law is shifted by the last token, and noisy in its own way after each."""
 
     def __init__(self, noise: float) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit code."""
-    return run_service(_DRAFT, argv)
+    return run_service(KIND, argv)
 
 
 def _build_proposer(
@@ -37,7 +37,7 @@ def _build_proposer(
     return Proposer(worker, options, drafting, observer=metrics)
 
 
-_DRAFT = ReplicaKind(
+KIND = ReplicaKind(
     role="draft",
     service_name=DRAFT_SERVICE,
     settings_type=DraftSettings,

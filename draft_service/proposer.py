@@ -119,6 +119,8 @@ class Proposer(ReplicaEngine):
         for round_id, temperature in enumerate((0.0, 1.0)):
             warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
             await self.propose(ProposeRequest(warm_up_round, gamma=min(2, self._options.max_gamma)))
+        for prompt in self._warm_up_prompts():
+            await self.propose(ProposeRequest(prompt, gamma=1))
         await self._release_warm_up()
 
 

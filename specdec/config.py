@@ -18,10 +18,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -45,8 +45,9 @@ _MAX_SHOWN_CHARACTERS = 64
 #: What `--help` calls the value of a flag, by how the flag ends; else by its type.
 _VALUE_NAMES = {
     **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
+    "lookup": "KIND",
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
-    "redis-url": "URL",
+    **dict.fromkeys(("redis-url", "tier-url"), "URL"),
     "config": "FILE",
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",
@@ -143,7 +144,19 @@ def _checked_tenant(tenant: str) -> str:
         raise ValueError(error.message.removeprefix("tenant: ")) from None
 
 
-def _split_commas(value: object) -> object:
+def _checked_tier_url(url: str) -> str:
+    if url and urlsplit(url).scheme not in _REDIS_SCHEMES[:-1]:
+        raise ValueError(f"must begin with redis://, rediss:// or unix://, not {url!r}")
+    return url
+
+
+def _server_of(url: str) -> tuple[str | None, int | None, str]:
+    """Which Redis process a URL means, whatever database of it."""
+    parts = urlsplit(url)
+    return (None, None, parts.path) if parts.scheme == "unix" else (parts.hostname, parts.port or 6379, "")
+
+
+def split_commas(value: object) -> object:
     """Lists come as repeated flags, as comma-separated environment values, or as TOML arrays."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -156,11 +169,14 @@ Address = Annotated[str, AfterValidator(_required_address)]
 OptionalAddress = Annotated[str, AfterValidator(_checked_address)]
 """HOST:PORT, or "" for none."""
 
-AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
+AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_commas)]
 """Several HOST:PORT: a repeated flag, or one comma-separated value."""
 
 RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
 """redis://, rediss://, unix:// or memory://."""
+
+OptionalTierUrl = Annotated[str, AfterValidator(_checked_tier_url)]
+"""redis://, rediss:// or unix://, or "" for none."""
 
 
 TenantName = Annotated[str, AfterValidator(_checked_tenant)]
@@ -238,6 +254,10 @@ class ReplicaSettings(ServiceSettings):
     one session, compiled at the first start), any other backend of torch.compile that is installed, or auto: native on
     a CPU and captured on a GPU where it can, else eager."""
 
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """So many processes hold the model together, each its part of every layer, and run every step together: each on a
+    GPU of its own, or on its share of this machine's cores. They begin and end as one."""
+
     self_check: Literal["on", "off"] = "on"
     """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
     a model that this engine computes differently; off serves it as it is."""
@@ -257,12 +277,18 @@ class ReplicaSettings(ServiceSettings):
     cache may hold less."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the KV cache. Unset: chosen by the model and the memory there is."""
+    """Size of the KV cache, with --tensor-parallel of each process. Unset: chosen by the model and the memory there
+    is."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a GPU's whole memory that this process may take: weights, KV cache and working memory. Give it where
     processes share a GPU: what each takes then does not depend on which starts first. --kv-cache-bytes wins over it.
     Unset: nearly all that is free once the weights are loaded."""
+
+    kv_tier_url: OptionalTierUrl = ""
+    """Redis of its own (maxmemory-policy allkeys-lru) in which KV of committed tokens is kept beyond this process, for
+    sessions that come to a replica that does not hold it: fetched where that is faster than computing it again, as
+    measured. Unset: none."""
 
     max_gamma: int = Field(default=16, ge=1, le=256)
     """Most draft tokens a round."""
@@ -277,6 +303,12 @@ class ReplicaSettings(ServiceSettings):
 
     registry_ttl_s: float = Field(default=10.0, gt=0.0)
     """How long the replica registry remembers this process after its last heartbeat; it beats three times as often."""
+
+    @model_validator(mode="after")
+    def _keep_sessions_from_eviction(self) -> Self:
+        if self.kv_tier_url and _server_of(self.kv_tier_url) == _server_of(self.redis_url):
+            raise ValueError("--kv-tier-url is the Redis of --redis-url: what evicts KV would evict sessions")
+        return self
 
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)

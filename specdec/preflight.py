@@ -43,7 +43,7 @@ def require_servable(model: str, *, flag: str) -> None:
         return
     with _naming(flag):
         directory = locate_checkpoint(model, small_files_only=True)
-        config = _read_config(model, directory)
+        config = read_config(model, directory)
         _require_decoder_only(model, config)
         require_plain_weights(model, config.get("quantization_config"))
         if not (directory / "tokenizer.json").is_file():
@@ -90,7 +90,8 @@ def _naming(flag: str) -> Iterator[None]:
         raise type(error)(f"{flag}: {error.message}", reason=error.reason, field=error.field) from error
 
 
-def _read_config(model: str, directory: Path) -> Mapping[str, Any]:
+def read_config(model: str, directory: Path) -> Mapping[str, Any]:
+    """A checkpoint's config.json, with a `model_type`. Raises InvalidRequest: there is none that can be read."""
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidRequest(f"model {model!r} has no config.json", field="model")

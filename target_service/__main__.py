@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit code."""
-    return run_service(_TARGET, argv)
+    return run_service(KIND, argv)
 
 
 def _build_verifier(
@@ -35,7 +35,7 @@ def _build_verifier(
     return Verifier(worker, options, observer=metrics)
 
 
-_TARGET = ReplicaKind(
+KIND = ReplicaKind(
     role="target",
     service_name=TARGET_SERVICE,
     settings_type=TargetSettings,

@@ -93,6 +93,8 @@ class Verifier(ReplicaEngine):
         for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
             warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
             await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
+        for prompt in self._warm_up_prompts():
+            await self.verify(VerifyRequest(prompt, _NO_TOKENS, ()))
         await self._release_warm_up()
 
     def _check(self, request: VerifyRequest) -> None:

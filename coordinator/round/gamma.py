@@ -36,6 +36,9 @@ ROUNDS_PER_PROBE = 6
 #: A step is never believed to have been larger: what a target says of itself is arithmetic here, and never checked.
 MOST_STEP_TOKENS = 1 << 16
 
+#: Nor to have answered more rounds of others between two of one session.
+MOST_OTHERS = 1 << 12
+
 #: Rounds that ran more committed tokens than this on a replica say little about decoding there.
 MAX_PREFILLED = 32
 
@@ -173,6 +176,9 @@ class PoolRecord:
         # Believed as far as the wait bears it out, and not a number is none: the pool would never forget it.
         forward_s = min(max(0.0, times.verify_forward_s), times.verify_s)
         step_tokens = min(max(times.num_rows, times.step_tokens), MOST_STEP_TOKENS)
+        if times.num_others > MOST_OTHERS or times.num_other_rows > MOST_STEP_TOKENS:
+            rows = min(times.num_other_rows, MOST_STEP_TOKENS)
+            times = times._replace(num_others=min(times.num_others, MOST_OTHERS), num_other_rows=rows)
         round_s = times.draft_s + times.verify_s
         self.verify_time.observe(step_tokens, times.committed_len, forward_s)
         # What forgot within one round of everybody would send them all after the last few, to correct it all at once.
@@ -207,6 +213,12 @@ def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> floa
     return in_same_step + busy_share * (times.num_others - in_same_step)
 
 
+class _Best(NamedTuple):
+    gamma: int
+    rate: float
+    """Tokens a second of its rounds, less what they cost others."""
+
+
 class GammaChooser:
     """Chooses gamma for the rounds of one request."""
 
@@ -232,8 +244,18 @@ class GammaChooser:
             return 0
         if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
             return min(FIRST_GAMMA, limit)
-        best = self._best(limit)
+        best = self._best(limit).gamma
         return best or int(self._begins_or_continues_probe(limit))
+
+    def most(self, limit: int) -> int:
+        """Draft tokens that a round may have at most, whether they pay or not."""
+        return min(self._max_gamma if self._fixed is None else self._fixed, limit)
+
+    def best_rate(self, limit: int) -> float | None:
+        """Tokens a second of rounds of up to `limit` draft tokens, less what they cost others; None: not known yet."""
+        if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
+            return None
+        return self._best(self.most(limit)).rate
 
     def observe(self, times: RoundTimes) -> None:
         """Learns from a finished round."""
@@ -293,12 +315,12 @@ class GammaChooser:
         tokens = 2 * pool.draft_wait.predict(1, context) / max(PROBE_SHARE * round_s, 1e-9)
         return min(max(tokens, LEAST_TOKENS_PER_PROBE), MOST_TOKENS_PER_PROBE)
 
-    def _best(self, limit: int) -> int:
+    def _best(self, limit: int) -> _Best:
         """The gamma of the best rate after what its rows cost the others; the smallest of equals."""
         pool, context = self._pool, self._committed_len
         alpha = self._acceptance.overall(pool.alpha)
         other_tokens, row_price = pool.other_step_tokens.value, pool.row_price
-        best, best_value = 0, float("-inf")
+        best = _Best(0, float("-inf"))
         expected_tokens, reach = 1.0, 1.0
         for gamma in range(limit + 1):
             if gamma:
@@ -307,7 +329,7 @@ class GammaChooser:
             round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_tokens, context)
             if gamma:
                 round_s += pool.draft_wait.predict(gamma, context)
-            value = expected_tokens / max(round_s, 1e-9) - row_price * gamma
-            if value > best_value:
-                best, best_value = gamma, value
+            rate = expected_tokens / max(round_s, 1e-9) - row_price * gamma
+            if rate > best.rate:
+                best = _Best(gamma, rate)
         return best

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import specdec
-from specdec.cli import bench, chat, generate, health, status, up
+from specdec.cli import bench, chat, generate, health, scale, status, up
 from specdec.cli.terminal import error_line
 from specdec.errors import InvalidRequest, SpecdecError
 
@@ -38,6 +38,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     generate.add_parser(commands, environ)
     chat.add_parser(commands, environ)
     status.add_parser(commands, environ)
+    scale.add_parser(commands, environ)
     bench.add_parser(commands, environ)
     health.add_parser(commands)
     return parser
@@ -61,7 +62,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         if args.command in ("generate", "chat"):
             talk = {"generate": generate.run, "chat": chat.run}
             return talk[args.command](args, environ, _interrupts)
-        commands = {"status": status.run, "bench": bench.run, "health": health.run}
+        commands = {"status": status.run, "scale": scale.run, "bench": bench.run, "health": health.run}
         return commands[args.command](args, environ)
     except SystemExit as exit_:  # help, or a usage error that has been told
         return int(exit_.code or 0)

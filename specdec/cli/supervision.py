@@ -1,32 +1,28 @@
-"""Keeps the children of `specdec up` running: one that ends is started again, at once at first, then ever later.
+"""Keeps the services of `specdec up` running: one that ends is started again, at once at first, then ever later.
 
-A child comes back with its own arguments, so at its own addresses: coordinators find a replica again, clients their
-coordinator. Not here: the first start, at which an end is final (`up`), and what a child is (`processes`).
+A child process comes back with its own arguments, so at its own addresses: coordinators find a replica again, clients
+their coordinator. One on a Ray cluster may come back on another node, and is found through the registry. Not here: a
+service's first start, at which an end is final (`up`, `fleet`), and what a service is (`services`).
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from specdec.cli.processes import Child
-
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 30.0
-#: After so long in one piece, what was before is forgotten.
-_HEALTHY_S = 60.0
+from specdec.cli.services import Service
+from specdec.restarts import RestartPauses
 
 
 @dataclass(slots=True)
 class _Watched:
-    """What is remembered of a child."""
+    """What is remembered of a service."""
 
     started_s: float
     """When it was last started."""
-    pause_s: float = _FIRST_PAUSE_S
-    """Before the next restart."""
+    pauses: RestartPauses = field(default_factory=RestartPauses)
+    """Before each restart."""
     restart_at_s: float | None = None
     """Once it has ended."""
     is_back: bool = True
@@ -34,42 +30,43 @@ class _Watched:
 
 
 class Supervisor:
-    """Looks after children that have started. Not thread-safe."""
+    """Looks after services that have started. Not thread-safe."""
 
-    def __init__(self, children: list[Child], clock: Callable[[], float] = time.monotonic) -> None:
-        """Replaces elements of `children`, in place: whoever stops them all finds them there."""
-        self._children = children
+    def __init__(self, services: list[Service], clock: Callable[[], float] = time.monotonic) -> None:
+        """Replaces elements of `services`, in place: whoever stops them all finds them there. Others may be added and
+        removed between two looks; their names are all different."""
+        self._services = services
         self._clock = clock
-        self._watched = [_Watched(clock()) for _ in children]
+        self._watched: dict[str, _Watched] = {}
+        self._take_in()
 
     def look(self) -> None:
         """To be called often: says who has ended, starts again whose pause is over."""
-        for index, watched in enumerate(self._watched):
-            child = self._children[index]
+        self._take_in()
+        for index, service in enumerate(self._services):
+            watched = self._watched[service.name]
             if watched.restart_at_s is not None:
                 if self._clock() >= watched.restart_at_s:
                     self._restart(index, watched)
-            elif not child.is_alive:
-                self._note_end(child, watched)
-            elif not watched.is_back and child.has_started:
+            elif not service.is_alive:
+                self._note_end(service, watched)
+            elif not watched.is_back and service.has_started:
                 watched.is_back = True
-                child.relay()
-                _say(child, "serving again")
+                service.relay()
+                service.say("serving again")
 
-    def _note_end(self, child: Child, watched: _Watched) -> None:
+    def _take_in(self) -> None:
         now_s = self._clock()
-        if now_s - watched.started_s >= _HEALTHY_S:
-            watched.pause_s = _FIRST_PAUSE_S
-        watched.restart_at_s = now_s + watched.pause_s
-        _say(child, f"ended ({child.ending()}), restarting in {watched.pause_s:.0f} s")
-        watched.pause_s = min(2 * watched.pause_s, _LONGEST_PAUSE_S)
+        self._watched = {service.name: self._watched.get(service.name, _Watched(now_s)) for service in self._services}
+
+    def _note_end(self, service: Service, watched: _Watched) -> None:
+        now_s = self._clock()
+        pause_s = watched.pauses.next_s(lived_s=now_s - watched.started_s)
+        watched.restart_at_s = now_s + pause_s
+        service.say(f"ended ({service.ending()}), restarting in {pause_s:.0f} s")
 
     def _restart(self, index: int, watched: _Watched) -> None:
-        child = self._children[index]
-        child.stop()  # it has ended; this lets go of its pipes
-        self._children[index] = child.again()
+        service = self._services[index]
+        service.stop()  # it has ended; this lets go of its pipes
+        self._services[index] = service.again()
         watched.started_s, watched.restart_at_s, watched.is_back = self._clock(), None, False
-
-
-def _say(child: Child, words: str) -> None:
-    print(f"[{child.name}] {words}", file=sys.stderr, flush=True)

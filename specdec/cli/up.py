@@ -1,26 +1,31 @@
 """`specdec up`: the whole system on this machine, as child processes on loopback, until SIGTERM or Ctrl-C.
 
-Not here: its flags (`up_flags`), how a child is kept (`processes`), brought back (`supervision`) and ended with its
-parent (`child`).
+Not here: its flags (`up_flags`), what each service gets of them (`launching`), how services are kept, started again and
+scaled (`fleet`), and who may ask for that (`control`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import re
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 
 from specdec.cli import up_flags
+from specdec.cli.control import ControlSocket
+from specdec.cli.fleet import Fleet
 from specdec.cli.health import is_serving
+from specdec.cli.launching import Launcher
 from specdec.cli.processes import Child
-from specdec.cli.supervision import Supervisor
+from specdec.cli.services import Service
 from specdec.cli.up_flags import Models, Usage, add_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
+from specdec.config import split_address
+from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
 from specdec.preflight import require_servable_pair
 from specdec.rpc.channels import dial_blocking
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     served = up_flags.models(args)
     endpoint = up_flags.listen_address(args)
     metrics = up_flags.metrics_addresses(args, up_flags.names_of(args))
-    if not served.draft and args.replicas_draft is None:
+    if not (served.draft or args.lookup) and args.replicas_draft is None:
         _say("note: no --draft was given: target-only, every token takes a step of the target")
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(Waiting())
@@ -56,23 +61,44 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
             _check_models(served, waiting, stop)
         if stop.is_set():
             return 0
-        children: list[Child] = []
         redis_url = _redis(args, stack)
-        stack.callback(_stop, children)
-        children += up_flags.replicas(args, served, redis_url, metrics, environ)
-        children.append(up_flags.coordinator(args, served, endpoint, redis_url, metrics, environ))
-        _await_ready(children, endpoint, len(children) - 1, waiting, stop)
+        if args.ray_address == "local":  # a Ray that runs what it is told by us alone
+            environ = {**environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own_ray = _own_ray(args, environ, waiting, stop, stack)
+        launcher = Launcher(
+            args,
+            served,
+            endpoint=endpoint,
+            redis_url=redis_url,
+            metrics=metrics,
+            environ=environ,
+            ray_address=own_ray.address if own_ray else args.ray_address,
+        )
+        fleet = Fleet(launcher)
+        stack.callback(fleet.stop)
+        fleet.begin(up_flags.counts(args))
+        _await_ready(fleet, endpoint, waiting, stop)
         waiting.close()
+        fleet.settle()
+        _listen_for_scaling(endpoint, fleet, stack)
         if not stop.is_set():
             for name, address in metrics.items():
                 _say(f"[{name}] metrics at http://{address}/metrics")
             print(f"ready grpc={endpoint}", flush=True)
-        for child in children:
-            child.relay()
-        supervisor = Supervisor(children)
         while not stop.wait(_POLL_S):
-            supervisor.look()
+            fleet.look()
+            if own_ray is not None and not own_ray.is_alive:
+                raise ChildFailed(
+                    f"{Unavailable.code} {Unavailable.default_reason}: Ray has ended ({own_ray.ending()})"
+                )
         return 0
+
+
+def _listen_for_scaling(endpoint: str, fleet: Fleet, stack: contextlib.ExitStack) -> None:
+    try:
+        stack.enter_context(ControlSocket(split_address(endpoint)[1], fleet))
+    except Unavailable as error:
+        _say(f"warning: specdec scale will not work: {error.message}")
 
 
 def _say(words: str) -> None:
@@ -87,9 +113,27 @@ def _redis(args: argparse.Namespace, stack: contextlib.ExitStack) -> str:
     return stack.enter_context(EmbeddedRedis()).url
 
 
+def _own_ray(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    waiting: Waiting,
+    stop: threading.Event,
+    stack: contextlib.ExitStack,
+) -> Service | None:
+    """The Ray of `--ray-address local`, once it runs. Raises ChildFailed: it does not."""
+    if args.ray_address != "local":
+        return None
+    ray = Child("ray", "specdec.cluster.own_ray", [], environ)
+    stack.callback(ray.stop)
+    _poll([ray], waiting, stop, lambda: ray.has_started)
+    ray.relay()
+    return ray
+
+
 def _check_models(served: Models, waiting: Waiting, stop: threading.Event) -> None:
     """Raises what `require_servable_pair` does, before anything is loaded. Returns at once on `stop`."""
-    models = {"--target": served.target, "--draft": served.draft} if served.draft else {"--target": served.target}
+    named = {"--target": served.target, "--draft": served.draft}
+    models = {flag: model for flag, model in named.items() if model and not model.startswith(SIMULATED_PREFIX)}
     outcome: Future[None] = Future()
 
     def check() -> None:
@@ -108,38 +152,30 @@ def _check_models(served: Models, waiting: Waiting, stop: threading.Event) -> No
         outcome.result()
 
 
-def _await_ready(
-    children: list[Child], endpoint: str, num_replicas: int, waiting: Waiting, stop: threading.Event
-) -> None:
+def _await_ready(fleet: Fleet, endpoint: str, waiting: Waiting, stop: threading.Event) -> None:
     """Waits until the coordinator serves and knows every replica.
 
     Raises:
-        ChildFailed: a child ends first, or the coordinator refuses one.
+        ChildFailed: a service ends first, or the coordinator refuses one.
     """
     dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
+    num_replicas = len(fleet.services) - 1
     with dial_blocking(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
-        _poll(children, waiting, stop, lambda: is_serving(channel))
-        _poll(children, waiting, stop, lambda: _num_replicas(client) >= num_replicas)
+        _poll(fleet.services, waiting, stop, lambda: is_serving(channel))
+        _poll(fleet.services, waiting, stop, lambda: _num_replicas(client) >= num_replicas)
 
 
-def _poll(children: list[Child], waiting: Waiting, stop: threading.Event, done: Callable[[], bool]) -> None:
-    coordinator = children[-1]
+def _poll(services: list[Service], waiting: Waiting, stop: threading.Event, done: Callable[[], bool]) -> None:
+    coordinator = services[-1]
     while not (stop.is_set() or done()):
-        for child in children:
-            if not child.is_alive:
-                raise ChildFailed(_reason(child))
+        for service in services:
+            if not service.is_alive:
+                raise ChildFailed(service.failure())
             # Other systems may share the registry: what it refuses of theirs keeps nobody from being ready.
-            for address in coordinator.refusals.keys() & set(child.arguments):
-                raise ChildFailed(coordinator.refusals[address])
-        waiting.show(", ".join(f"{child.name}: {child.stage}" for child in children))
+            if service.address in coordinator.refusals:
+                raise ChildFailed(coordinator.refusals[service.address])
+        waiting.show(", ".join(f"{service.name}: {service.stage}" for service in services))
         stop.wait(_POLL_S)
-
-
-def _reason(child: Child) -> str:
-    words = child.last_words()
-    if re.match(r"[A-Z_]+ [A-Z_]+: ", words):
-        return words
-    return f"{Unavailable.code} {Unavailable.default_reason}: {child.name} did not start: {words}"
 
 
 def _num_replicas(client: Client) -> int:
@@ -147,13 +183,3 @@ def _num_replicas(client: Client) -> int:
         return sum(len(pool.replicas) for pool in client.info().pools)
     except SpecdecError:
         return 0
-
-
-def _stop(children: list[Child]) -> None:
-    """Ends the coordinator, then draft and target replicas together; the store goes after all of them."""
-    for child in children[-1:]:
-        child.stop()
-    for child in reversed(children):
-        child.ask_to_stop()
-    for child in reversed(children):
-        child.stop()

@@ -1,21 +1,22 @@
-"""The flags of `specdec up`: what they are, which make no sense, and what each child gets of them.
+"""The flags of `specdec up`: what they are, and which make no sense.
 
-Not here: starting and keeping the children (`up`, `supervision`).
+Not here: what each service gets of them (`launching`), starting and keeping the services (`up`, `fleet`).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import specdec
-from specdec.cli.processes import Child, free_ports
+from specdec.cli.processes import free_ports
 from specdec.config import join_address, split_address
-from specdec.errors import InvalidRequest
+from specdec.engines import SIMULATED_PREFIX
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.server import require_free
 from specdec.tenant import DEFAULT_TENANT, check_tenant
 
@@ -24,10 +25,13 @@ ROLES = ("target", "draft")
 #: Shares of the device's memory where nothing is said. A small draft keeps the keys and values of as many tokens as its
 #: target and needs nearly as much for each, but few weights. The rest is for what each process holds beside its model.
 _UTILIZATION = {"target": 0.6, "draft": 0.3}
-_UTILIZATION_ALONE = 0.9
+UTILIZATION_ALONE = 0.9
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_DRAIN_GRACE_S = 3
+
+
+#: Values of `--draft` that name no model.
+_LOOKUPS = ("ngram", "suffix")
 
 
 class Usage(Exception):
@@ -43,12 +47,33 @@ class Models:
     """"" for target-only."""
 
 
+class _Draft(argparse.Action):
+    """Tells a model from the kinds of drafts that need none: `draft` is the model, `lookup` are the kinds."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
+    ) -> None:
+        if given in _LOOKUPS:
+            namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
+        elif namespace.draft:
+            raise argparse.ArgumentError(self, f"{namespace.draft} and {given} are two models; there can be one")
+        else:
+            namespace.draft = given
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
     model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
     parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
     parser.add_argument(
-        "--draft", **model, help="draft model, for speculation; default: the demo pair's, beside another target none"
+        "--draft", **model, action=_Draft,
+        help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
+        "drafts found in the session's text, or in other outputs as well, without a model. Repeatable: where "
+        "nothing is found the model is asked",
+    )  # fmt: skip
+    parser.set_defaults(lookup=())
+    parser.add_argument(
+        "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
     )
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default 127.0.0.1:50051")
     parser.add_argument(
@@ -56,10 +81,19 @@ def add_parser(commands: Any) -> None:
         help="Prometheus metrics of the coordinator, and at the ports after it of each target, then of each draft; "
         "port 0 takes free ones",
     )  # fmt: skip
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", default="",
+        help="place replicas on the nodes of this Ray cluster: HOST:PORT, auto (the one this machine belongs to) or "
+        "local (one started for this); needs the package ray",
+    )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument(
         "--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"whose sessions these are; default {DEFAULT_TENANT}"
     )
+    parser.add_argument(
+        "--kv-tier-url", default="", metavar="URL",
+        help="a second Redis (maxmemory-policy allkeys-lru) for KV that replicas do not hold; default: none",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
@@ -77,11 +111,16 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--replicas-draft", type=int, metavar="N", help="default 1; 0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="N", dest="tensor_parallel_target",
+        help="processes, or GPUs, that hold each target replica's model together; default 1",
+    )  # fmt: skip
+    parser.add_argument("--tensor-parallel-draft", type=int, metavar="N", help="the same of each draft replica")
     for role, share in _UTILIZATION.items():
         parser.add_argument(
             f"--gpu-memory-utilization-{role}", type=float, metavar="SHARE",
             help=f"share of a GPU's memory for all {role} replicas together; default {share}"
-            + (f", without a draft {_UTILIZATION_ALONE}" if role == "target" else ""),
+            + (f", without a draft {UTILIZATION_ALONE}" if role == "target" else ""),
         )  # fmt: skip
         parser.add_argument(
             f"--kv-cache-bytes-{role}", type=int, metavar="N",
@@ -107,15 +146,23 @@ def check(args: argparse.Namespace) -> None:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
         raise Usage("--replicas-draft without --draft: name a draft with the target's vocabulary")
+    if args.ray_address not in ("", "auto", "local"):
+        _split("--ray-address", args.ray_address)
+    if args.ray_address not in ("", "local") and args.redis_url == "memory://":
+        raise Usage("--ray-address needs --redis-url: a Redis that every node of the cluster reaches")
+    if args.target.startswith(SIMULATED_PREFIX) and not args.tokenizer:
+        raise Usage("a simulated target has no tokenizer: name one with --tokenizer")
     if args.max_context_tokens is not None and args.max_context_tokens < 1:
         raise Usage("--max-context-tokens must be at least 1")
+    if any(num_ranks(args, role) < 1 for role in ROLES):
+        raise Usage("--tensor-parallel and --tensor-parallel-draft must be at least 1")
     for role in ROLES:
-        if not 0 < _utilization(args, role) <= 1:
+        if not 0 < utilization(args, role) <= 1:
             raise Usage(f"--gpu-memory-utilization-{role} must be above 0 and at most 1")
         for flag in (f"--kv-cache-bytes-{role}", f"--num-threads-{role}"):
-            if (number := _value(args, flag)) is not None and number < 1:
+            if (number := value(args, flag)) is not None and number < 1:
                 raise Usage(f"{flag} must be at least 1")
-    target, draft = (_utilization(args, role) for role in ROLES)
+    target, draft = (utilization(args, role) for role in ROLES)
     if num_drafts(args) and target + draft > 1:
         raise Usage(
             f"--gpu-memory-utilization-target {target:g} and --gpu-memory-utilization-draft {draft:g} are more than 1 "
@@ -124,10 +171,16 @@ def check(args: argparse.Namespace) -> None:
 
 
 def num_drafts(args: argparse.Namespace) -> int:
-    """Draft replicas: none beside a target of the caller's that comes alone."""
+    """Draft replicas: none beside a target of the caller's that comes alone, or where only text is looked at."""
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
-    return 0 if args.target and not args.draft else 1
+    return 0 if (args.target or args.lookup) and not args.draft else 1
+
+
+def num_ranks(args: argparse.Namespace, role: str) -> int:
+    """Of each replica."""
+    given: int | None = value(args, f"--tensor-parallel-{role}")
+    return 1 if given is None else given
 
 
 def models(args: argparse.Namespace) -> Models:
@@ -140,6 +193,8 @@ def models(args: argparse.Namespace) -> Models:
     target, draft = args.target or str(demo / "target"), args.draft or str(demo / "draft")
     if not (args.target and (args.draft or not num_drafts(args))) and not (demo / "target").is_dir():
         raise Usage(f"no demo pair in {demo}: give --target and --draft")
+    if args.ray_address:  # a relative path is another one on another machine
+        target, draft = (str(Path(model).absolute()) if Path(model).exists() else model for model in (target, draft))
     return Models(target, draft if num_drafts(args) else "")
 
 
@@ -157,7 +212,7 @@ def listen_address(args: argparse.Namespace) -> str:
 
 
 def metrics_addresses(args: argparse.Namespace, names: list[str]) -> dict[str, str]:
-    """Where each of the named children serves its metrics; empty where nobody wants them.
+    """Where each of the named services serves its metrics; empty where nobody wants them.
 
     Raises:
         Usage: `--metrics` is no address, or has no room for so many ports after it.
@@ -175,96 +230,43 @@ def metrics_addresses(args: argparse.Namespace, names: list[str]) -> dict[str, s
     return addresses
 
 
+def later_metrics_address(args: argparse.Namespace, taken: Collection[str]) -> str:
+    """Where a service that is started later serves its metrics: at the next port, or a free one.
+
+    Args:
+        args: with `--metrics`.
+        taken: addresses that were given out.
+    """
+    host, port = _split("--metrics", args.metrics)
+    following = max(split_address(address)[1] for address in taken) + 1
+    if port and following <= 65535:
+        with contextlib.suppress(Unavailable):
+            require_free(join_address(host, following))
+            return join_address(host, following)
+    return join_address(host, free_ports(1)[0])
+
+
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The children, the coordinator first."""
-    counts = {"target": args.replicas_target, "draft": num_drafts(args)}
-    return ["coordinator", *(f"{role}-{index}" for role in ROLES for index in range(counts[role]))]
+    """The services that are started on this machine, the coordinator first."""
+    if args.ray_address:
+        return ["coordinator"]
+    return ["coordinator", *(f"{role}-{index}" for role, count in counts(args).items() for index in range(count))]
 
 
-def replicas(
-    args: argparse.Namespace, served: Models, redis_url: str, metrics: Mapping[str, str], environ: Mapping[str, str]
-) -> list[Child]:
-    """Starts the target replicas, then the draft replicas."""
-    names = names_of(args)[1:]
-    return [
-        Child(
-            name,
-            f"{role}_service",
-            [
-                *("--model", served.target if role == "target" else served.draft),
-                *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
-                *("--self-check", args.self_check, *_limits(args, role)),
-                *("--listen", f"127.0.0.1:{port}", *_common(args, redis_url, metrics.get(name, ""))),
-            ],
-            _replica_environ(args, role, environ),
-            shown_level=args.log_level,
-        )
-        for name, port in zip(names, free_ports(len(names)), strict=True)
-        for role in [name.rpartition("-")[0]]
-    ]
+def counts(args: argparse.Namespace) -> dict[str, int]:
+    """Replicas of each role that are started."""
+    return {"target": int(args.replicas_target), "draft": num_drafts(args)}
 
 
-def coordinator(
-    args: argparse.Namespace, served: Models, address: str, redis_url: str, metrics: Mapping[str, str],
-    environ: Mapping[str, str],
-) -> Child:  # fmt: skip
-    """Starts the coordinator."""
-    arguments = ["--tokenizer", served.target, "--listen", address, "--poll-interval-s", "0.2"]
-    arguments += ["--tenant", args.tenant]
-    common = _common(args, redis_url, metrics.get("coordinator", ""))
-    return Child("coordinator", "coordinator", [*arguments, *common], environ, shown_level=args.log_level)
-
-
-def _replica_environ(args: argparse.Namespace, role: str, environ: Mapping[str, str]) -> Mapping[str, str]:
-    # Idle threads spin for microseconds only (docs/LOG.md).
-    quiet = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
-    # Draft and target work by turns, so a replica of each role may use all cores, and finds out whether it should.
-    # Several of a role share them; one core is left to coordinator, store and client.
-    if (count := _num_replicas(args, role)) > 1:
-        quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // count))
-    # Not a flag, which would win over the same variable of the caller's.
-    quiet[f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"] = _share(args, role)
-    return {**quiet, **environ}
-
-
-def _limits(args: argparse.Namespace, role: str) -> list[str]:
-    given = []
-    if _value(args, f"--gpu-memory-utilization-{role}") is not None:
-        given += ["--gpu-memory-utilization", _share(args, role)]
-    for flag in ("--kv-cache-bytes", "--num-threads"):
-        if (number := _value(args, f"{flag}-{role}")) is not None:
-            given += [flag, str(number)]
-    if args.max_context_tokens is not None:
-        given += ["--max-context-tokens", str(args.max_context_tokens)]
-    return given
-
-
-def _common(args: argparse.Namespace, redis_url: str, metrics: str) -> list[str]:
-    given = ["--redis-url", redis_url, "--log-format", "json", "--drain-grace-s", str(_DRAIN_GRACE_S)]
-    # Else as they have it: their info records tell what a start is doing, whatever is shown later.
-    if args.log_level == "debug":
-        given += ["--log-level", args.log_level]
-    return [*given, "--metrics", metrics] if metrics else given
-
-
-def _num_replicas(args: argparse.Namespace, role: str) -> int:
-    return int(args.replicas_target) if role == "target" else num_drafts(args)
-
-
-def _share(args: argparse.Namespace, role: str) -> str:
-    """Share of the device's memory of each replica."""
-    return str(_utilization(args, role) / max(1, _num_replicas(args, role)))
-
-
-def _utilization(args: argparse.Namespace, role: str) -> float:
+def utilization(args: argparse.Namespace, role: str) -> float:
     """Share of the device's memory for all replicas of a role."""
-    given: float | None = _value(args, f"--gpu-memory-utilization-{role}")
+    given: float | None = value(args, f"--gpu-memory-utilization-{role}")
     if given is not None:
         return given
-    return _UTILIZATION[role] if num_drafts(args) else _UTILIZATION_ALONE
+    return _UTILIZATION[role] if num_drafts(args) else UTILIZATION_ALONE
 
 
-def _value(args: argparse.Namespace, flag: str) -> Any:
+def value(args: argparse.Namespace, flag: str) -> Any:
     return getattr(args, flag.removeprefix("--").replace("-", "_"))
 
 

@@ -1,6 +1,6 @@
 """What a command shows while it waits: a spinner in a terminal, elsewhere a line at once and then every few seconds.
 
-Not here: what it waits for. Called by `up`.
+Not here: what it waits for. Called by `up` and `scale`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ LINE_INTERVAL_S = 5.0
 class Waiting:
     """Shows, while the context is open, the text it was last given."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, what: str = "starting") -> None:
         self._clock = clock
+        self._what = what
         self._began_s = clock()
         self._last_line_s: float | None = None
         self._status: Any = None
@@ -28,7 +29,7 @@ class Waiting:
         if sys.stderr.isatty():
             from rich.console import Console
 
-            self._status = Console(stderr=True).status("starting …")
+            self._status = Console(stderr=True).status(f"{self._what} …")
             self._status.start()
         return self
 
@@ -46,7 +47,7 @@ class Waiting:
     def show(self, text: str) -> None:
         """To be called often: says what is waited for now, and for how long it has been."""
         now_s = self._clock()
-        line = f"starting ({now_s - self._began_s:.0f} s): {text}"
+        line = f"{self._what} ({now_s - self._began_s:.0f} s): {text}"
         if self._status is not None:
             from rich.text import Text
 

@@ -7,8 +7,14 @@ several.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.errors import Unavailable, Unsupported
 
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
@@ -38,6 +44,23 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What the bytes of a worker's KV blocks are. Blocks pass between workers only where all of this is equal."""
+
+    dtype: str
+    """Of the numbers."""
+    layer_bytes: tuple[int, ...]
+    """Bytes of one block in each layer."""
+    rank: str = "tp1.0"
+    """Which part of the model they belong to: `tpN.R` is rank R of N."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.layer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the layers above a worker must know of its model."""
 
@@ -50,6 +73,12 @@ class ModelShape:
     num_kv_blocks: int
     dtype: str
     device: str
+    kv_layout: KvLayout | None = None
+    """None: its blocks cannot be copied out and in."""
+
+
+class WorkerLost(Unavailable):
+    """A part of a worker is gone, and with it the worker: no step will run, and what it cached is worth nothing."""
 
 
 class Worker(Protocol):
@@ -64,8 +93,36 @@ class Worker(Protocol):
             float32 [R, V] logits on the worker's device, V = `shape.vocabulary_size`, rows in the order of
             `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. They may still be in the making
             on an accelerator, but a step without any has ended.
+
+        Raises:
+            WorkerLost: this step or an earlier one lost the worker. Whatever else it raises is of this step alone.
         """
         ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copies KV blocks out; of one rank of several, its own part of them. Only where `shape.kv_layout` is given.
+
+        From any thread, while steps run too: whether a block was written meanwhile is the caller's to find out.
+
+        Returns:
+            uint8 [len(block_ids), shape.kv_layout.block_bytes]: of each block, layer after layer.
+        """
+        raise Unsupported("this worker's KV blocks cannot be copied")
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copies into KV blocks what `read_blocks` of a worker of equal layout gave. Between two steps."""
+        raise Unsupported("this worker's KV blocks cannot be copied")
+
+    def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
+        """Names who is told, once and from any thread, when the worker is lost; at once where it is lost already.
+
+        A worker of one process is lost with that, and never says so.
+        """
+        return
+
+    def close(self) -> None:
+        """Lets go of whoever else works for it; after the last step, from the thread that ran them. Idempotent."""
+        return
 
 
 class StepObserver(Protocol):

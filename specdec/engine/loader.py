@@ -12,24 +12,31 @@ import ctypes
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
-from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint, require_plain_weights
-from specdec.engine.base import ModelShape, Worker
+from specdec.checkpoint import locate_checkpoint
+from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch import AttentionKind
-from specdec.engine.model.device_memory import DeviceMemory, kv_pool_bytes
+from specdec.engine.model.checkpoint_model import (
+    first_line,
+    load_config,
+    model_context,
+    model_shape,
+    pick_device,
+    pick_dtype,
+    pool_blocks,
+    quietly,
+)
+from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.int8_projection import Int8Projection
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
@@ -43,20 +50,9 @@ from specdec.engine.native.library import load_library
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+from specdec.vocabulary import load_vocabulary
 
 _log = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
-_CPU_SESSIONS = 64
-_CPU_SESSION_TOKENS = 2048
-_CPU_POOL_BYTES = 1 << 30
-# What a CUDA pool takes of the memory that is left to it once the weights are loaded: captured steps keep their
-# working memory for good.
-_CUDA_KV_SHARE = 0.9
-_CUDA_KV_SHARE_CAPTURED = 0.8
 
 
 def load_worker(
@@ -100,25 +96,31 @@ def load_worker(
     compiling = compiling or CompileOptions()
     require_backend(compiling.backend)
     directory = locate_checkpoint(model)
-    torch_device = _device(device)
+    torch_device = pick_device(device)
     is_captured, is_int8 = wants_capture(compiling, torch_device), dtype == "int8"
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    config = _load_config(model, directory)
+    config = load_config(model, directory)
     token_to_id = load_vocabulary(directory)
     _log.info("loading weights of %s to %s", model, torch_device)
     began_s = time.monotonic()
-    loaded = _load_model(model, directory, config, _dtype(dtype, torch_device), torch_device)
+    loaded = _load_model(model, directory, config, pick_dtype(dtype, torch_device), torch_device)
     _log.info("loaded weights in %.1f s", time.monotonic() - began_s)
-    context = min(_model_context(loaded.config), max_context_tokens or sys.maxsize)
+    context = min(model_context(loaded.config), max_context_tokens or sys.maxsize)
     with refusing_failures(config):
         layers = probe_layers(loaded)
         if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
-            kv_cache_bytes = _cuda_pool_bytes(torch_device, gpu_memory_utilization, is_captured)
+            kv_cache_bytes = cuda_pool_bytes(torch_device, gpu_memory_utilization, is_captured)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         bytes_per_block = block_bytes(shapes, loaded.dtype)
-        blocks = _pool_blocks(bytes_per_block, context, kv_cache_bytes, num_kv_blocks)
-        shape = _model_shape(loaded, directory, token_to_id, blocks, context, torch_device, is_int8=is_int8)
+        blocks = pool_blocks(bytes_per_block, context, kv_cache_bytes, num_kv_blocks)
+        layout = KvLayout(
+            str(loaded.dtype).removeprefix("torch."), tuple(block_bytes([shape], loaded.dtype) for shape in shapes)
+        )
+        shape = model_shape(
+            loaded, directory, token_to_id, blocks, context, torch_device, layout,
+            num_head_rows=loaded.get_output_embeddings().weight.shape[0], is_int8=is_int8,
+        )  # fmt: skip
         _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
                   shape.max_context_tokens)  # fmt: skip
         library = _native_library(compiling, loaded)
@@ -139,30 +141,6 @@ def load_worker(
     return worker
 
 
-def _model_shape(
-    model: PreTrainedModel,
-    directory: Path,
-    token_to_id: Mapping[str, int],
-    num_blocks: int,
-    context: int,
-    device: torch.device,
-    *,
-    is_int8: bool,
-) -> ModelShape:
-    vocabulary = vocabulary_fingerprint(token_to_id)
-    served_dtype = "int8" if is_int8 else str(model.dtype).removeprefix("torch.")
-    return ModelShape(
-        vocabulary_size=min(vocabulary_size(token_to_id), model.get_output_embeddings().weight.shape[0]),
-        max_context_tokens=min(context, num_blocks * BLOCK_TOKENS),
-        eos_token_ids=_eos_token_ids(model),
-        model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
-        vocabulary_fingerprint=vocabulary,
-        num_kv_blocks=num_blocks,
-        dtype=served_dtype,
-        device=str(device),
-    )
-
-
 def _make_worker(
     model: PreTrainedModel,
     cache: KvCache,
@@ -176,7 +154,9 @@ def _make_worker(
     """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
     if library is not None:
-        return NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
+        runner = NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
+        _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
+        return runner
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
     forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
     is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
@@ -226,57 +206,6 @@ def _forward_pass(model: PreTrainedModel, is_int8: bool) -> ForwardPass:
     return TransformersForward(model)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidRequest(f"device {name!r} is unknown", field="device") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidRequest(f"device {name!r} is neither cpu nor cuda", field="device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidRequest(f"device {name!r} is not present on this machine", field="device")
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype | str:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    if name == "int8":
-        if device.type != "cpu":
-            raise Unsupported("dtype int8 runs on a CPU only; take bfloat16 on a GPU", field="dtype")
-        return torch.float32
-    if name not in _DTYPES:
-        raise InvalidRequest(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}, int8", field="dtype")
-    return _DTYPES[name]
-
-
-def _load_config(model: str, directory: Path) -> PreTrainedConfig:
-    if not (directory / "config.json").is_file():
-        raise InvalidRequest(f"model {model!r} has no config.json", field="model")
-    try:
-        # Never the checkpoint's own code; unset, transformers would ask on stdin.
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # a hostile config.json raises whatever its class happens to
-        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
-            raise Unsupported(f"model {model!r} needs code of its own, which is never run") from error
-        raise InvalidRequest(
-            f"model {model!r} has an unreadable config.json: {_first_line(error)}", field="model"
-        ) from error
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
-    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other_layers:
-        layers = ", ".join(sorted(other_layers))
-        raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
-    if (quantisation := getattr(config, "quantization_config", None)) is not None:
-        require_plain_weights(model, quantisation)
-        quantisation["dequantize"] = True
-    return config
-
-
 def _load_model(
     model: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device
 ) -> PreTrainedModel:
@@ -287,7 +216,7 @@ def _load_model(
     register_attention()
     register_probe()
     try:
-        with _quietly():
+        with quietly():
             # A pair where loading info is asked for, which its annotation does not know.
             loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
@@ -295,78 +224,12 @@ def _load_model(
             ))  # fmt: skip
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
         # A class that cannot even be made without weights is not the checkpoint's fault.
-        with refusing_failures(config), _quietly(), torch.device("meta"):
+        with refusing_failures(config), quietly(), torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
-        raise InvalidRequest(f"model {model!r} cannot be loaded: {_first_line(error)}", field="model") from error
+        raise InvalidRequest(f"model {model!r} cannot be loaded: {first_line(error)}", field="model") from error
     if report["missing_keys"]:
         name = min(report["missing_keys"])
         raise InvalidRequest(f"model {model!r} lacks weights, {name} for one", field="model")
     # The decorator that transformers puts on `to` loses `self`.
     placed: PreTrainedModel = loaded.to(device).eval()  # type: ignore[arg-type]
     return placed
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keeps transformers' progress bars and reports off stderr: what is wrong comes as one error."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _model_context(config: PreTrainedConfig) -> int:
-    """Positions the model was made for."""
-    text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if not context:
-        raise Unsupported(f"a model of type {config.model_type} does not say how many positions it has")
-    rope = getattr(text, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    # Their frequencies change with the longest sequence of the batch: beyond the original context one session's
-    # length would change another's logits.
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        return int(min(context, original or context))
-    return int(context)
-
-
-def _cuda_pool_bytes(device: torch.device, utilization: float | None, is_captured: bool) -> int:
-    kv_share = _CUDA_KV_SHARE_CAPTURED if is_captured else _CUDA_KV_SHARE
-    return kv_pool_bytes(DeviceMemory.of(device), utilization=utilization, kv_share=kv_share)
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-def _pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None) -> int:
-    if num_kv_blocks is not None:
-        blocks = num_kv_blocks
-    elif kv_cache_bytes is not None:
-        blocks = kv_cache_bytes // bytes_per_block
-    else:
-        wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
-        # A model so wide that the cap holds no whole context still gets one.
-        blocks = max(
-            min(wanted, _CPU_POOL_BYTES // bytes_per_block), -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
-        )
-    if blocks < 1:
-        raise InvalidRequest(
-            f"the KV pool has no room for one block of {bytes_per_block} bytes", field="kv_cache_bytes"
-        )
-    return blocks

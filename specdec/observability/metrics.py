@@ -18,6 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specdec.errors import Unavailable
+from specdec.observability.kv_tier import KvTier, KvTierCollector
 from specdec.observability.tallies import Count, CounterTally, HistogramTally
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -232,6 +233,10 @@ class EngineMetrics:
     def watch_load(self, load: Callable[[], _Load]) -> None:
         """Reads KV usage and session count from `load` whenever metrics are scraped."""
         self.registry.register(_LoadCollector(load, self._labels))
+
+    def watch_kv_tier(self, tier: KvTier) -> None:
+        """Reads the cold tier's counts and estimates whenever metrics are scraped."""
+        self.registry.register(KvTierCollector(tier, self._labels))
 
     @contextmanager
     def call(self) -> Iterator[None]:

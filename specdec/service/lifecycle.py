@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn, Protocol
 
@@ -83,6 +83,7 @@ async def run_replica(
     metrics: EngineMetrics,
     register: Register | None,
     stop: asyncio.Event,
+    note_serving: Callable[[], None] | None = None,
 ) -> None:
     """Serves until `stop` is set, then finishes what is in flight within `settings.drain_grace_s`.
 
@@ -97,6 +98,7 @@ async def run_replica(
         metrics: served over HTTP where the settings ask for it.
         register: None for a replica that nobody looks up.
         stop: set by a signal handler.
+        note_serving: called once the replica takes calls.
 
     Raises:
         Unavailable: the address is taken, or the registry cannot be reached.
@@ -125,6 +127,8 @@ async def run_replica(
             await registration.start()
             ending.push_async_callback(registration.close)
         _log.info("listening", extra={"address": server.address, "advertised": address})
+        if note_serving is not None:
+            note_serving()
         follower = asyncio.create_task(_follow_device(engine, server, registration))
         try:
             await _until(stop, engine)

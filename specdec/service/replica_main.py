@@ -6,13 +6,15 @@ What can be wrong and is cheap to find out comes first, then the model is loaded
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -23,8 +25,8 @@ from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings, cache_directory, parse_settings
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import MODEL_PREFIX, simulated_pair
-from specdec.engines import Engine
+from specdec.engine.simulated.pair import simulated_pair
+from specdec.engines import SIMULATED_PREFIX, Engine
 from specdec.errors import InvalidRequest
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
@@ -37,12 +39,14 @@ from specdec.service.lifecycle import (
     spare_the_collector,
     stop_on_signals,
 )
+from specdec.service.rank_group import run_ranks
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from specdec.engine.base import Worker
+    from specdec.engine.base import ModelShape, Worker
     from specdec.engine.loop.replica import ReplicaOptions
+    from specdec.state.kv_tier import KvTier
 
 SettingsT = TypeVar("SettingsT", bound=ReplicaSettings)
 
@@ -78,10 +82,29 @@ def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None)
         kind.settings_type, prog=f"python -m {kind.role}_service", argv=sys.argv[1:] if argv is None else argv
     )
     configure_logging(settings.log_format, settings.log_level, service=kind.role)
-    return run_to_exit_code(_serve(kind, settings))
+    if settings.tensor_parallel > 1:
+        return run_ranks(kind.role, sys.argv[1:] if argv is None else argv, settings)
+    return run_to_exit_code(serve_replica(kind, settings, partial(_load_worker, settings)))
 
 
-async def _serve(kind: ReplicaKind[SettingsT], settings: SettingsT) -> None:
+async def serve_replica(
+    kind: ReplicaKind[SettingsT],
+    settings: SettingsT,
+    load: Callable[[int], Worker],
+    note_serving: Callable[[], None] | None = None,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C.
+
+    Args:
+        kind: of the replica.
+        settings: its own.
+        load: loads the model, in a thread of its own; gets the most tokens of a session in a step that prefills
+            nothing. Not called for simulated models.
+        note_serving: called once the replica takes calls.
+
+    Raises:
+        SpecdecError: it cannot serve, or no more.
+    """
     replica_id = settings.replica_id or f"{kind.role}-{secrets.token_hex(6)}"
     metrics = EngineMetrics(settings.model, role=kind.role)
     async with AsyncExitStack() as ending:
@@ -92,7 +115,7 @@ async def _serve(kind: ReplicaKind[SettingsT], settings: SettingsT) -> None:
         if registry is not None:
             ending.push_async_callback(registry.close)
             await registry.replicas(kind.role)
-        engine = _load_engine(kind, settings, replica_id, metrics)
+        engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
         spare_the_collector()
         servicer = kind.build_servicer(engine, metrics)
         register = None
@@ -106,14 +129,24 @@ async def _serve(kind: ReplicaKind[SettingsT], settings: SettingsT) -> None:
             metrics=metrics,
             register=register,
             stop=stop_on_signals(),  # until here signals have their defaults and end the process at once
+            note_serving=note_serving,
         )
 
 
-def _load_engine(kind: ReplicaKind[SettingsT], settings: SettingsT, replica_id: str, metrics: EngineMetrics) -> Engine:
+def _load_engine(
+    kind: ReplicaKind[SettingsT],
+    settings: SettingsT,
+    replica_id: str,
+    metrics: EngineMetrics,
+    load: Callable[[int], Worker],
+    ending: AsyncExitStack,
+) -> Engine:
     prefill_budget_s = settings.prefill_budget_ms / 1e3
-    if settings.model.startswith(MODEL_PREFIX):
+    if settings.model.startswith(SIMULATED_PREFIX):
         if settings.max_context_tokens is not None:
             raise InvalidRequest("simulated replicas have a context of their own", field="max_context_tokens")
+        if settings.kv_tier_url:
+            raise InvalidRequest("simulated replicas have no KV to keep", field="kv_tier_url")
         return kind.simulated_engine(
             simulated_pair(settings.model),
             replica_id=replica_id,
@@ -129,6 +162,11 @@ def _load_engine(kind: ReplicaKind[SettingsT], settings: SettingsT, replica_id: 
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.loop.replica import ReplicaOptions
 
+    worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
+    tier = _open_kv_tier(settings, worker.shape)
+    if tier is not None:
+        ending.push_async_callback(asyncio.to_thread, tier.close)
+        metrics.watch_kv_tier(tier)
     options = ReplicaOptions(
         replica_id=replica_id,
         model=settings.model,
@@ -136,24 +174,46 @@ def _load_engine(kind: ReplicaKind[SettingsT], settings: SettingsT, replica_id: 
         max_gamma=settings.max_gamma,
         max_step_tokens=settings.max_step_tokens,
         prefill_budget_s=prefill_budget_s,
+        kv_tier=tier,
     )
-    worker = _on_its_own_thread(partial(_load_worker, settings, kind.num_decode_rows(settings)))
     return kind.build_engine(worker, options, settings, metrics)
 
 
-def _on_its_own_thread(load: Callable[[], Worker]) -> Worker:
-    """Returns what `load` does, which runs in a thread that is gone afterwards.
+def _open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
+    """The cold tier of this worker's KV, where one is asked for and the worker's blocks can be copied."""
+    if not settings.kv_tier_url:
+        return None
+    if shape.kv_layout is None:
+        _log.warning("serving without the KV tier: this worker's blocks cannot be copied")
+        return None
+    from specdec.engine.loop.cold_tier import run_blocks
+    from specdec.state.kv_tier import KvTier
+    from specdec.state.kv_values import KvSpace
+
+    layout = shape.kv_layout
+    space = KvSpace(
+        model_fingerprint=shape.model_fingerprint,
+        dtype=layout.dtype,
+        rank=layout.rank,
+        layer_bytes=layout.layer_bytes,
+        run_blocks=run_blocks(layout.block_bytes),
+    )
+    return KvTier(settings.kv_tier_url, space)
+
+
+def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Worker:
+    """Returns what `load` does, which runs in a thread that is gone afterwards; or fails as soon as `outcome` does.
 
     OpenMP keeps the helpers of a thread as long as that lives, and where there are more of them than cores they all
     spin less, those of the engine's thread too. The wait ends with the process: an interrupt is not held up.
     """
-    outcome: Future[Worker] = Future()
 
     def run() -> None:
-        try:
-            outcome.set_result(load())
-        except BaseException as error:
-            outcome.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # somebody else has failed it
+            try:
+                outcome.set_result(load())
+            except BaseException as error:
+                outcome.set_exception(error)
 
     threading.Thread(target=copy_context().run, args=(run,), name="load", daemon=True).start()
     return outcome.result()

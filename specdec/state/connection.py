@@ -58,7 +58,7 @@ class RedisConnection:
         Raises:
             InvalidRequest: the URL has another form.
         """
-        self._place = _describe(url)
+        self._place = describe_url(url)
         self._client: Any = _open_client(url)
         self._scripts = _ScriptRunner(self._client)
 
@@ -210,7 +210,9 @@ def _fail(requests: Sequence[_Request], error: Exception) -> None:
 def _open_client(url: str) -> Any:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
-        raise InvalidRequest(f"store URL {_describe(url)!r} must begin with redis://, rediss://, unix:// or memory://")
+        raise InvalidRequest(
+            f"store URL {describe_url(url)!r} must begin with redis://, rediss://, unix:// or memory://"
+        )
     if parts.scheme == "memory":
         return _open_in_memory(parts.netloc)
     try:
@@ -226,7 +228,7 @@ def _open_client(url: str) -> Any:
             protocol=2,
         )
     except ValueError as error:
-        raise InvalidRequest(f"store URL {_describe(url)!r} is malformed: {error}") from error
+        raise InvalidRequest(f"store URL {describe_url(url)!r} is malformed: {error}") from error
     return Redis.from_pool(pool)
 
 
@@ -255,7 +257,7 @@ def _script_sha(name: str) -> str:
     return hashlib.sha1(_script_text(name).encode(), usedforsecurity=False).hexdigest()
 
 
-def _describe(url: str) -> str:
+def describe_url(url: str) -> str:
     """The URL without user and password, which must not reach logs or clients."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

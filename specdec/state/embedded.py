@@ -49,7 +49,7 @@ class EmbeddedRedis:
     def __enter__(self) -> Self:
         from specdec.state.embedded_server import EmbeddedServer
 
-        parent = _short_temporary_folder()
+        parent = short_temporary_folder(_NAME_BYTES)
         _clean_up_after_killed(parent)
         self._path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)) / _SOCKET_NAME
         try:
@@ -73,9 +73,10 @@ class EmbeddedRedis:
         self._path = self._server = self._thread = None
 
 
-def _short_temporary_folder() -> str:
+def short_temporary_folder(num_name_bytes: int) -> str:
+    """Where a socket may lie whose path has so many bytes below it: $TMPDIR, or /tmp where that is too long."""
     folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) + _NAME_BYTES <= _MAX_SOCKET_PATH_BYTES else "/tmp"
+    return folder if len(os.fsencode(folder)) + num_name_bytes <= _MAX_SOCKET_PATH_BYTES else "/tmp"
 
 
 def _clean_up_after_killed(parent: str) -> None:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.engines", "specdec.tenant", "specdec.v1",
+    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
+    "specdec.engines", "specdec.tenant", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -33,6 +34,8 @@ ALLOWED = {
     "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),
     "specdec.preflight": set(),
+    "specdec.restarts": set(),
+    "specdec.rank_checks": set(),
     "specdec.config": set(),
     "specdec.core": set(),
     "specdec.state": {"specdec.core"},
@@ -40,7 +43,8 @@ ALLOWED = {
     "specdec.rpc": {"specdec.core", "specdec.observability"},
     "specdec.service": {"specdec.engine", "specdec.observability", "specdec.rpc", "specdec.state"},
     "specdec.client": {"specdec.rpc"},
-    "specdec.cli": {"specdec.client", "specdec.rpc", "specdec.state"},
+    "specdec.cluster": {"specdec.rpc"},
+    "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.rpc", "specdec.state"},
     # The engine, ground floor first.
     ENGINE + "base": set(),
     ENGINE + "kept_files": set(),
@@ -55,6 +59,7 @@ ALLOWED = {
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "native": {ENGINE + "base", ENGINE + "kept_files", ENGINE + "model"},
+    ENGINE + "parallel": {ENGINE + room for room in ("base", "model")},
     ENGINE + "loader": {ENGINE + room for room in ("base", "model", "compiled", "captured", "native")},
     # The coordinator, from the front door inwards.
     "coordinator.__main__": {"coordinator", *LIBRARY},
@@ -62,9 +67,10 @@ ALLOWED = {
     "coordinator.requests": set(),
     "coordinator.front": {"coordinator.generation", "coordinator.replicas", "coordinator.requests", "coordinator.text",
                           *LIBRARY},
-    "coordinator.generation": {"coordinator.replicas", "coordinator.requests", "coordinator.round", "coordinator.text",
-                               *LIBRARY},
-    "coordinator.round": {"coordinator.replicas", "coordinator.requests", *LIBRARY},
+    "coordinator.generation": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests",
+                               "coordinator.round", "coordinator.text", *LIBRARY},
+    "coordinator.round": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests", *LIBRARY},
+    "coordinator.lookup": set(),
     "coordinator.text": {"coordinator.requests"},
     "coordinator.replicas": {"coordinator.requests", *LIBRARY},
     "draft_service": {"specdec.engine", *LIBRARY},
@@ -185,9 +191,9 @@ def test_a_front_without_grpc_can_check_its_requests_without_protobuf() -> None:
     assert not loaded_after("import coordinator.front.validation") & {"google", "grpc"}
 
 
-def test_the_client_and_command_line_load_no_torch() -> None:
-    names = [*modules_of("specdec.client"), *modules_of("specdec.cli")]
-    assert "torch" not in loaded_after("\n".join(f"import {name}" for name in names))
+def test_the_client_and_command_line_load_neither_torch_nor_ray() -> None:
+    names = [name for room in ("client", "cli", "cluster") for name in modules_of(f"specdec.{room}")]
+    assert not loaded_after("\n".join(f"import {name}" for name in names)) & {"torch", "ray"}
 
 
 def test_sessions_and_schedules_and_the_engines_simulated_on_them_load_no_torch() -> None:

@@ -23,7 +23,7 @@ from specdec.service.lifecycle import end_process
 _POLL_S = 0.01
 
 
-class InjuredWorker:
+class InjuredWorker(Worker):
     """Implements `specdec.engine.base.Worker` by another one."""
 
     def __init__(self, worker: Worker, directory: Path) -> None:

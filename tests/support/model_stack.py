@@ -146,7 +146,7 @@ class ModelStack:
         return server.address
 
 
-class _PatientWorker:
+class _PatientWorker(Worker):
     """Implements `specdec.engine.base.Worker` by another one whose steps wait for branches to grow."""
 
     def __init__(self, worker: Worker, num_turns: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,10 @@ from redis.retry import Retry
 class RedisServer:
     """One `redis-server` process, without persistence unless it keeps a log of its writes."""
 
-    def __init__(self, directory: Path, *, keeps_log: bool = False) -> None:
+    def __init__(self, directory: Path, *, keeps_log: bool = False, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: further ones of the process."""
         self._keeps_log = keeps_log
+        self._arguments = arguments
         self._socket = directory / "redis.sock"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -38,7 +40,17 @@ class RedisServer:
         kept = ["--appendonly", "yes", "--appendfsync", "always"] if self._keeps_log else ["--appendonly", "no"]
         quiet = ["--save", "", *kept, "--loglevel", "warning"]
         self._process = subprocess.Popen(
-            [program, "--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._directory), *quiet],
+            [
+                program,
+                "--port",
+                "0",
+                "--unixsocket",
+                str(self._socket),
+                "--dir",
+                str(self._directory),
+                *quiet,
+                *self._arguments,
+            ],
             stdout=subprocess.DEVNULL,
         )
         # The client's own retries are the wait for the socket to appear.
@@ -53,6 +65,11 @@ class RedisServer:
         (log,) = (self._directory / "appendonlydir").glob("*.incr.aof")
         os.truncate(log, max(0, log.stat().st_size - num_bytes))
         self.start()
+
+    def signal(self, number: int) -> None:
+        """Sends the process a signal: SIGSTOP makes it hang, SIGCONT lets it go on."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def stop(self) -> None:
         """Ends the process; what it held is lost."""

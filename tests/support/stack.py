@@ -115,6 +115,7 @@ class Stack:
         tokenizer: Path | str | None = None,
         redis_url: str = "memory://",
         replica_arguments: Sequence[str] = ("--dtype", "float32"),
+        target_arguments: Sequence[str] = (),
         draft_arguments: Sequence[str] = (),
         coordinator_arguments: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
@@ -129,6 +130,7 @@ class Stack:
             tokenizer: its directory; None: the target's.
             redis_url: of the session store. Replicas are static endpoints either way.
             replica_arguments: further arguments of draft and target.
+            target_arguments: further arguments of targets.
             draft_arguments: further arguments of drafts.
             coordinator_arguments: further arguments of coordinators.
             environ: added to the environment of every process.
@@ -140,7 +142,7 @@ class Stack:
         for role, model, count in (("target", target, num_targets), ("draft", draft, num_drafts if draft else 0)):
             for index in range(count):
                 arguments = ["--model", str(model), "--device", "cpu", *replica_arguments, "--redis-url", "memory://"]
-                arguments += draft_arguments if role == "draft" else ()
+                arguments += draft_arguments if role == "draft" else target_arguments
                 part = self._add(role, index, f"{role}_service", arguments)
                 endpoints += [f"--{role}-endpoint", part.address]
         for index in range(num_coordinators):

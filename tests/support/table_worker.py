@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
+from specdec.engine.base import KvLayout, ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.types import BLOCK_TOKENS
 
 
-class TableWorker:
+class TableWorker(Worker):
     """Implements `specdec.engine.base.Worker`."""
 
     def __init__(
@@ -41,6 +41,7 @@ class TableWorker:
             num_kv_blocks=num_blocks,
             dtype="float32",
             device="cpu",
+            kv_layout=KvLayout("slots", (BLOCK_TOKENS * 16,)),
         )
         self.steps: list[StepPlan] = []
         self.fail_next: BaseException | None = None
@@ -54,6 +55,8 @@ class TableWorker:
         self.gate.set()
         self.entered = threading.Semaphore(0)
         """Released once a step, on entering `execute`."""
+        self.num_read = self.num_written = 0
+        """Blocks copied out and in."""
         self._spread = spread
         self._salt = salt
         self._slots = np.full((num_blocks * BLOCK_TOKENS, 2), -1, dtype=np.int64)  # token id, position
@@ -80,6 +83,14 @@ class TableWorker:
         rows = [row for part in plan.slices for row in self._rows(part)]
         return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), self.shape.vocabulary_size))
 
+    def read_blocks(self, block_ids: Sequence[int]) -> np.ndarray:
+        self.num_read += len(block_ids)
+        return self._blocks()[list(block_ids)].reshape(len(block_ids), -1).view(np.uint8)
+
+    def write_blocks(self, block_ids: Sequence[int], rows: np.ndarray) -> None:
+        self.num_written += len(block_ids)
+        self._blocks()[list(block_ids)] = np.ascontiguousarray(rows).view(np.int64).reshape(-1, BLOCK_TOKENS, 2)
+
     def logits_after(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [V]: the row that follows `token_ids`."""
         if int(token_ids[-1]) in self.non_finite:
@@ -98,8 +109,10 @@ class TableWorker:
         return tokens[len(token_ids) :]
 
     def _copy_block(self, source: int, destination: int) -> None:
-        blocks = self._slots.reshape(-1, BLOCK_TOKENS, 2)
-        blocks[destination] = blocks[source]
+        self._blocks()[destination] = self._blocks()[source]
+
+    def _blocks(self) -> np.ndarray:
+        return self._slots.reshape(-1, BLOCK_TOKENS, 2)
 
     def _rows(self, part: SequenceSlice) -> list[np.ndarray]:
         end = part.start + len(part.token_ids)

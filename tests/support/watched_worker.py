@@ -16,7 +16,7 @@ from specdec.engine.base import StepPlan, Worker
 _PATIENCE_S = 60.0
 
 
-class WatchedWorker:
+class WatchedWorker(Worker):
     """Implements `specdec.engine.base.Worker` by another one."""
 
     def __init__(self, worker: Worker) -> None:

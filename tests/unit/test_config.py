@@ -97,6 +97,9 @@ def test_settings_cannot_be_changed() -> None:
         (["--listen", "nowhere"], "--listen: must be HOST:PORT"),
         (["--health", "h:99999"], "--health: must be HOST:PORT"),
         (["--redis-url", "http://x"], "--redis-url: must begin with redis://"),
+        (["--kv-tier-url", "memory://"], "--kv-tier-url: must begin with redis://"),
+        (["--kv-tier-url", "redis://127.0.0.1/1"], "--kv-tier-url is the Redis of --redis-url"),
+        (["--kv-tier-url", "unix:///a", "--redis-url", "unix:///a?db=1"], "--kv-tier-url is the Redis of --redis-url"),
         (["--dtype", "float8"], "--dtype: "),
         (["--max-gamma", "0"], "--max-gamma: "),
         (["--max-gamma", "many"], "--max-gamma: "),
@@ -123,9 +126,7 @@ def test_a_usage_error_is_one_line_and_exit_code_2(
 def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", tenant])
-    assert capsys.readouterr().err == (
-        f"error: --tenant: {tenant!a} is not 1 to 64 letters, digits, '_', '.' or '-'\n"
-    )
+    assert capsys.readouterr().err == (f"error: --tenant: {tenant!a} is not 1 to 64 letters, digits, '_', '.' or '-'\n")
     named = parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", "x" * 64])
     assert named.tenant == "x" * 64
 

@@ -13,7 +13,7 @@ import logging
 
 import torch
 
-from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.base import SequenceSlice, StepPlan, Worker, WorkerLost
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.errors import Internal
@@ -44,8 +44,10 @@ class DeviceHealth:
         """A step failed; its sessions' blocks have been freed.
 
         Raises:
-            DeviceLost: and another one, of a single token, fails too.
+            DeviceLost: and another one, of a single token, fails too; or the worker is lost.
         """
+        if isinstance(error, WorkerLost):
+            raise DeviceLost(error.message) from error
         if _is_out_of_memory(error):
             return
         self._num_failed += 1

@@ -14,7 +14,7 @@ All state below belongs to the device thread. The asyncio side only posts to the
 does ahead of its calls (`ahead`) gets the steps in which no call could run, so a call waits for at most one of them.
 
 While a step is beyond its time (`watchdog`) every call fails at once; once it ends, the loop goes on. A device that
-fails for good (`device_health`) ends it.
+fails for good (`device_health`) ends it, and so does a worker that loses one of its ranks, whether a step runs or not.
 
 Not here: what the logits mean (`Program`), which tokens run (`scheduler`).
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
@@ -33,12 +34,15 @@ from typing import Any
 
 import torch
 
-from specdec.engine.base import StepObserver, Worker
+from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.loop.ahead import Ahead, Branch
+from specdec.engine.loop.cold_tier import ColdTier
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job, Program
+from specdec.engine.loop.offers import Offers
+from specdec.engine.loop.restores import Restores
 from specdec.engine.loop.steps import StepRunner
 from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
 from specdec.engine.schedule.absences import Absences
@@ -80,10 +84,12 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         ahead: Ahead | None = None,
         observer: StepObserver | None = None,
+        tier: ColdTier | None = None,
     ) -> None:
         """Starts the thread. `ahead` is what the service does while no call runs; None: nothing.
 
-        `observer` is told of every step, branches' too; steps are timed by `clock`.
+        `observer` is told of every step, branches' too; steps are timed by `clock`. `tier` is offered runs of KV
+        blocks, and asked for those that a call lacks.
         """
         self._ahead = ahead or Ahead()
         self._clock = clock
@@ -93,13 +99,28 @@ class EngineLoop:
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._absences = Absences()
+        self._inbox = Inbox()
+        self._publish = self._sessions.publish
+        self._restores: Restores | None = None
+        if tier is not None:
+            self._publish = Offers(tier, worker, self._sessions).publish
+            self._restores = Restores(
+                tier, worker, self._calls, scheduler=self._scheduler, inbox=self._inbox, clock=clock
+            )
         self._steps = StepRunner(
-            worker, program, self._calls, scheduler=self._scheduler, observer=observer, clock=clock
+            worker,
+            program,
+            self._calls,
+            scheduler=self._scheduler,
+            observer=observer,
+            clock=clock,
+            publish=self._publish,
         )
         self._watchdog = self._steps.watchdog
-        self._inbox = Inbox()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # whoever stops awaiting it does not cancel it
+        self._worker = worker
+        worker.watch(self._note_lost)
         self._thread = threading.Thread(target=self._run, name="specdec-device", daemon=True)
         self._thread.start()
 
@@ -186,6 +207,19 @@ class EngineLoop:
         while self._thread.is_alive() and not self._watchdog.is_stalled:
             self._thread.join(LOOK_INTERVAL_S)
 
+    def _note_lost(self, lost: WorkerLost) -> None:
+        """The worker is gone while nothing runs, or while a step waits for what is gone. Any thread."""
+        self._watchdog.give_up(f"{lost.message}; the replica ends")
+        self._set_ended(DeviceLost(lost.message))
+
+    def _set_ended(self, error: SpecdecError | None = None) -> None:
+        """What comes first counts: a worker is lost in one thread, while another finds out by itself."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+
     # Everything below runs on the device thread.
 
     def _run(self) -> None:
@@ -199,21 +233,24 @@ class EngineLoop:
             finally:
                 self._watchdog.end()
                 self._end(outcome)
+                self._worker.close()
         except DeviceLost as lost:
             _log.critical("%s", lost.message)
-            self._ended.set_exception(lost)
+            self._set_ended(lost)
         except BaseException as error:
             _log.critical("the device thread broke down", exc_info=True)
-            self._ended.set_exception(Internal(f"the engine's device thread broke down: {error!r}"))
+            self._set_ended(Internal(f"the engine's device thread broke down: {error!r}"))
         else:
-            self._ended.set_result(None)
+            self._set_ended()
 
     def _run_turns(self) -> None:
         with torch.inference_mode():
             while (commands := self._inbox.take(self._patience_s(), may_end=not self._calls.jobs)) is not None:
                 for command in commands:
                     command()
-                self._calls.start_waiting()
+                begun = self._calls.start_waiting()
+                if self._restores is not None:
+                    self._restores.turn(begun)
                 if self._calls.running:
                     for job in self._steps.run(self._absences):
                         if job.answer is not None:
@@ -225,12 +262,13 @@ class EngineLoop:
 
     def _patience_s(self) -> float | None:
         """How long the thread may sleep until something is asked of it; None: as long as that takes."""
+        if self._calls.may_run or self._ahead.has_work():
+            return 0.0
         pin_end_s = self._calls.pin_end_s
-        if self._calls.jobs and pin_end_s is None:
-            return 0.0
-        if self._ahead.has_work():
-            return 0.0
-        return None if pin_end_s is None else max(0.0, pin_end_s - self._clock())
+        wake_s = float("inf") if pin_end_s is None else pin_end_s
+        if self._restores is not None:
+            wake_s = min(wake_s, self._restores.end_s)
+        return None if wake_s == float("inf") else max(0.0, wake_s - self._clock())
 
     def _end(self, outcome: SpecdecError) -> None:
         """The thread's last act; jobs are left only when a fault ends it: they get `outcome`, and nobody may wait for
@@ -290,7 +328,7 @@ class EngineLoop:
         committed_len = job.call.position.committed_len
         job.num_cached_tokens = committed_len
         self._ahead.resume(job, branch)
-        self._sessions.publish(job.sequence, committed_len)
+        self._publish(job.sequence, committed_len)
         if job.answer is not None:
             self._finish(job)
 

@@ -15,6 +15,7 @@ import numpy as np
 import specdec
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.ahead import Ahead
+from specdec.engine.loop.cold_tier import RUN_BLOCKS, ColdTier
 from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
@@ -22,6 +23,9 @@ from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, S
 
 # Braces: no id that the store takes, so never a caller's session.
 _WARM_UP_SESSION = "{warm-up}"
+
+#: Tokens of a prompt by which prefill is measured where fetching KV competes with it; fewer than a run of the tier.
+_WARM_UP_PROMPT_TOKENS = RUN_BLOCKS * BLOCK_TOKENS - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class ReplicaOptions:
     """Token budget of one step."""
     prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S
     """By how much, in seconds, prefill may lengthen a step that calls are in or may have to wait for."""
+    kv_tier: ColdTier | None = None
+    """Where KV blocks are kept beyond this replica; None: nowhere."""
 
 
 #: Of a replica that no pool knows.
@@ -72,6 +78,7 @@ class ReplicaEngine:
             clock=clock,
             ahead=ahead,
             observer=observer,
+            tier=options.kv_tier,
         )
 
     async def release(self, session_ids: list[str]) -> None:
@@ -131,9 +138,17 @@ class ReplicaEngine:
     async def _release_warm_up(self) -> None:
         await self.release([_WARM_UP_SESSION])
 
-    def _warm_up_round(self, round_id: int, filters: SamplingFilters) -> SessionPosition:
+    def _warm_up_prompts(self) -> list[SessionPosition]:
+        """Rounds that show what prefill takes, for whoever must know that before the first call."""
+        if self._options.kv_tier is None:
+            return []
+        return [self._warm_up_round(99, SamplingFilters(temperature=0.0), _WARM_UP_PROMPT_TOKENS)]
+
+    def _warm_up_round(
+        self, round_id: int, filters: SamplingFilters, num_tokens: int = 2 * BLOCK_TOKENS
+    ) -> SessionPosition:
         """A round of a session that no caller has."""
-        num_tokens = max(1, min(2 * BLOCK_TOKENS, self._shape.max_context_tokens - 2))
+        num_tokens = max(1, min(num_tokens, self._shape.max_context_tokens - 2))
         return SessionPosition(
             session_id=_WARM_UP_SESSION,
             epoch=0,

@@ -24,6 +24,7 @@ from specdec.engine.loop.watchdog import Watchdog
 from specdec.engine.schedule.absences import Absences
 from specdec.engine.schedule.scheduler import Scheduler, StepChunk
 from specdec.engine.sessions.calls import Calls
+from specdec.engine.sessions.sequence import Sequence
 from specdec.errors import Internal
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,9 @@ class StepRunner:
         scheduler: Scheduler,
         observer: StepObserver | None,
         clock: Callable[[], float],
+        publish: Callable[[Sequence, int], None],
     ) -> None:
+        """`publish` is told of every sequence with new KV of good passes, and its committed length."""
         self.watchdog = Watchdog(scheduler.predict_step_s)
         self._worker = worker
         self._program = program
@@ -50,6 +53,7 @@ class StepRunner:
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
+        self._publish = publish
         self._health = DeviceHealth(worker, calls.sessions.blocks)
 
     def run(self, absences: Absences) -> list[Job]:
@@ -122,7 +126,7 @@ class StepRunner:
             raise RuntimeError("the program neither finished a job nor went on with it")
         # Last, and not after a chunk that asked for no logits: until they are read nobody knows that a pass was good.
         for job in ready:
-            self._sessions.publish(job.sequence, job.call.position.committed_len)
+            self._publish(job.sequence, job.call.position.committed_len)
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:

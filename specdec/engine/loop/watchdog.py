@@ -49,6 +49,7 @@ class Watchdog:
         """Whether the step that runs is beyond its time."""
         self._predict_s = predict_s
         self._limit_s = float("inf")  # of the step that stalled last
+        self._lost: str | None = None
         self._open: set[Waiter] = set()
         self._seen: StepPlan | None = None
         self._lasted_s = 0.0
@@ -59,10 +60,15 @@ class Watchdog:
         """Stops looking. Idempotent."""
         self._ended.set()
 
+    def give_up(self, why: str) -> None:
+        """The device is gone: from now on it is stalled for good. Any thread."""
+        self._lost, self.is_stalled = why, True
+        self._fail_open()
+
     def require_moving(self) -> None:
         """Raises Unavailable while the device is stalled."""
         if self.is_stalled:
-            raise _stalled()
+            raise self._stalled()
 
     async def answer_to(self, waiter: Waiter) -> Any:
         """Awaits what the device thread answers.
@@ -91,6 +97,8 @@ class Watchdog:
             self._look()
 
     def _look(self) -> None:
+        if self._lost is not None:
+            return
         plan = self.plan
         if plan is None or plan is not self._seen:
             self._seen, self._lasted_s = plan, 0.0
@@ -115,16 +123,17 @@ class Watchdog:
         if not self.is_stalled:
             _log.warning("the step has ended: calls are taken again")
             return
-        waiters = list(self._open)
-        _log.error("a step runs for more than %.1f s: the device hangs; %d calls fail", self._limit_s, len(waiters))
+        _log.error("a step runs for more than %.1f s: the device hangs; %d calls fail", self._limit_s, len(self._open))
+        self._fail_open()
+
+    def _fail_open(self) -> None:
         outbox = Outbox()
-        for waiter in waiters:
-            outbox.put(waiter, _stalled())
+        for waiter in list(self._open):
+            outbox.put(waiter, self._stalled())
         outbox.deliver()
 
-
-def _stalled() -> Unavailable:
-    return Unavailable("the device of this replica hangs")
+    def _stalled(self) -> Unavailable:
+        return Unavailable(self._lost or "the device of this replica hangs")
 
 
 def load_of(plan: StepPlan) -> StepLoad:

@@ -2,7 +2,7 @@
 
 Several processes may share a device and size their pools at the same time. With a share given, each counts the whole
 device and what it holds itself, never what happens to be free: the order of their starts does not matter. Called by
-`engine.loader`.
+`engine.loader` and `engine.parallel`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import torch
 from specdec.errors import InvalidRequest
 
 _GIB = 1 << 30
+# What a KV pool takes of the memory that is left to it once the weights are loaded: captured steps keep their working
+# memory for good.
+_KV_SHARE = 0.9
+_KV_SHARE_CAPTURED = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,12 @@ class DeviceMemory:
         """Asks a CUDA device."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return cls(total_bytes, free_bytes, torch.cuda.memory_reserved(device))
+
+
+def cuda_pool_bytes(device: torch.device, utilization: float | None, is_captured: bool) -> int:
+    """Bytes for the KV pool on a CUDA device that holds the weights already; raises as `kv_pool_bytes` does."""
+    kv_share = _KV_SHARE_CAPTURED if is_captured else _KV_SHARE
+    return kv_pool_bytes(DeviceMemory.of(device), utilization=utilization, kv_share=kv_share)
 
 
 def kv_pool_bytes(memory: DeviceMemory, *, utilization: float | None, kv_share: float) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specdec.engine.model.block_copies import BlockCopies
 from specdec.types import BLOCK_TOKENS
 
 
@@ -91,6 +92,8 @@ class KvCache:
         self.layers = [
             LayerKv(shape, _zeros(num_blocks, BLOCK_TOKENS * shape.row_width, dtype, device)) for shape in shapes
         ]
+        self.copies = BlockCopies([layer.blocks for layer in self.layers])
+        """Out of the cache and into it."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, (from, to) each, in every layer; all are read before any is written."""

@@ -8,6 +8,8 @@ shape stays with `TransformersForward`. Called by `engine.loader`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn.functional import embedding, rms_norm
@@ -29,12 +31,13 @@ class LlamaStack:
     def __init__(self, model: PreTrainedModel, kinds: ProjectionKinds) -> None:
         """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
         inner = model.model
-        self._embedding = inner.embed_tokens.weight.detach()
+        weight = inner.embed_tokens.weight.detach()
+        self._embed = partial(embedding, weight=weight) if kinds.embedding is None else kinds.embedding(weight)
         self._rotary = inner.rotary_emb
         self._norm = _RmsNorm(inner.norm)
         self._layers = []
         for index in range(len(inner.layers)):
-            self._layers.append(_Layer(inner.layers[index], index, kinds.inner))
+            self._layers.append(_Layer(inner.layers[index], index, kinds.inner, kinds.output or kinds.inner))
             inner.layers[index] = nn.Identity()
         self._head = kinds.head(model.lm_head.weight, model.lm_head.bias)
 
@@ -52,7 +55,7 @@ class LlamaStack:
         return bool(model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim)
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
-        hidden = embedding(batch.token_ids[0], self._embedding)  # [T, hidden]
+        hidden = self._embed(batch.token_ids[0])  # [T, hidden]
         cos, sin = self._rotary(hidden, batch.position_ids)  # [1, T, head_dim]
         half = sin.shape[-1] // 2
         # rotate_half(x) = (-x2, x1): the sign goes into the sines once a step instead of into x in every layer.
@@ -88,7 +91,7 @@ class _RmsNorm:
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, layer: LlamaLayer, index: int, make: ProjectionMaker) -> None:
+    def __init__(self, layer: LlamaLayer, index: int, make: ProjectionMaker, make_output: ProjectionMaker) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
         self._head_dim = attention.head_dim
@@ -98,9 +101,9 @@ class _Layer:
         self._attention_norm = _RmsNorm(layer.input_layernorm)
         self._mlp_norm = _RmsNorm(layer.post_attention_layernorm)
         self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
-        self._output = make(attention.o_proj.weight, attention.o_proj.bias)
+        self._output = make_output(attention.o_proj.weight, attention.o_proj.bias)
         self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
-        self._down = make(mlp.down_proj.weight, mlp.down_proj.bias)
+        self._down = make_output(mlp.down_proj.weight, mlp.down_proj.bias)
         self._width = mlp.gate_proj.out_features
         self._activation = mlp.act_fn
         self._qk_norm = None

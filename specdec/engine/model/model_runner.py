@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
+from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.attention import PagedContext, attending
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.kv_cache import KvCache
@@ -52,7 +54,7 @@ class TransformersForward:
         return logits
 
 
-class ModelRunner:
+class ModelRunner(Worker):
     """Implements `engine.base.Worker`. Not thread-safe: one step at a time."""
 
     def __init__(
@@ -92,3 +94,11 @@ class ModelRunner:
             torch.cuda.synchronize(logits.device)
         # Copied outside inference mode: callers may write into what they get.
         return logits.to(torch.float32, copy=True)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""
+        return self._cache.copies.read(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copies KV blocks in; see `engine.base.Worker.write_blocks`."""
+        self._cache.copies.write(block_ids, rows)

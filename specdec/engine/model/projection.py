@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-
-from specdec.engine.model.int8_projection import Int8Projection
 
 # Up to this many rows the transposed layout is the faster one.
 _FEW_ROWS = 2
@@ -78,8 +77,25 @@ class Projection(nn.Module):
         return self.blocked is None or (self.weight_t is not None and x.numel() <= _FEW_ROWS * self.in_features)
 
 
-AnyProjection = Projection | Int8Projection
+class AnyProjection(Protocol):
+    """What stands for a linear layer, or for several."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as `forward`."""
+        ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual [T, out] + forward(x [T, in])."""
+        ...
+
+
 ProjectionMaker = Callable[[torch.Tensor, torch.Tensor | None], AnyProjection]
+#: Token ids [T] -> [T, hidden].
+Embedding = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
@@ -103,6 +119,10 @@ class ProjectionKinds:
     """Of the layers."""
     head: ProjectionMaker
     """Of the logits."""
+    output: ProjectionMaker | None = None
+    """Of what a layer adds to the residual, its attention's output and its MLP's; None: as `inner`."""
+    embedding: Callable[[torch.Tensor], Embedding] | None = None
+    """Makes the look-up of a weight [V, hidden]; None: the plain one."""
 
 
 def fuse_linears(linears: Sequence[nn.Linear], make: ProjectionMaker) -> AnyProjection:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan
+from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
@@ -119,7 +119,7 @@ def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.round(weight / scale[:, None]), scale
 
 
-class NativeRunner:
+class NativeRunner(Worker):
     """Implements `engine.base.Worker`. Not thread-safe: one step at a time."""
 
     def __init__(
@@ -198,6 +198,14 @@ class NativeRunner:
             self._cache.copy_blocks(plan.block_copies)
         self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
         return logits[:, : self.shape.vocabulary_size].contiguous()
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""
+        return self._cache.copies.read(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copies KV blocks in; see `engine.base.Worker.write_blocks`."""
+        self._cache.copies.write(block_ids, rows)
 
     def _place_numbers(self, slices: Sequence[SequenceSlice]) -> NDArray[np.int64]:
         """Points the batch at a plan's numbers; returns what holds them.

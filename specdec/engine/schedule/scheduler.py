@@ -123,6 +123,10 @@ class Scheduler:
         """
         return self._times.step_s(load)
 
+    def predict_replay_s(self, num_tokens: int, kv_len: int) -> float:
+        """Seconds to run the next tokens of a prompt, alone on the device; 0 before that was measured."""
+        return self._times.replay_s(num_tokens, kv_len, self._max_step_tokens)
+
     def _share_prefill(self, jobs: Sequence[Schedulable], max_tokens: int, budget_s: float) -> list[int]:
         """Tokens for each prompt, 0 or more: block by block, in turns of the oldest and the shortest one left."""
         shares = [0] * len(jobs)

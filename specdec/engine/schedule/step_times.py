@@ -86,6 +86,15 @@ class StepTimes:
         record = self._beside if load.num_tokens else self._alone
         return record.predict(load.num_prefill_tokens, load.num_prefill_pairs)
 
+    def replay_s(self, num_tokens: int, kv_len: int, step_tokens: int) -> float:
+        """Seconds to run the next `num_tokens` tokens of a prompt in steps of `step_tokens` and nothing else.
+
+        0 before such a step was measured.
+        """
+        time, load = self._alone.time, StepLoad().with_prefill(num_tokens, kv_len)
+        num_more_steps = -(-num_tokens // step_tokens) - 1
+        return time.predict(load.num_prefill_tokens, load.num_prefill_pairs) + num_more_steps * time.predict(0, 0)
+
     def step_s(self, load: StepLoad) -> float:
         """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
 

@@ -10,7 +10,8 @@ Publishing names a block by the chain hash of every token up to its end, salted 
 Only full blocks of committed tokens are published, and a published block is never written again: that is the caller's
 part of the bargain.
 
-Not here: tensors, tokens, sessions, threads. Called by `specdec.engine.sessions.table` from the device thread alone.
+Not here: tensors, tokens, sessions, threads. Called by `specdec.engine.sessions.table` from the device thread alone,
+`stamps` apart.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced, least recently held first
+        self._num_evictions: list[int] = [0] * num_blocks
 
     @property
     def num_available(self) -> int:
@@ -106,6 +108,22 @@ class BlockManager:
     def is_published(self, block_hash: bytes) -> bool:
         return block_hash in self._block_of
 
+    def stamps(self, block_hashes: Iterable[bytes]) -> list[tuple[int, int]] | None:
+        """Where published blocks lie: ids, each with a number that changes before the block may be written again.
+
+        From any thread. What is read of the blocks is right if the stamps are still the same afterwards.
+
+        Returns:
+            None where one of them is not published.
+        """
+        stamps = []
+        for block_hash in block_hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                return None
+            stamps.append((block_id, self._num_evictions[block_id]))
+        return stamps
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Compares the books with the block tables in use.
 
@@ -147,5 +165,6 @@ class BlockManager:
 
     def _evict_cached(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
+        self._num_evictions[block_id] += 1
         del self._block_of[self._hash_of.pop(block_id)]
         return block_id

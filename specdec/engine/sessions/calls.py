@@ -1,11 +1,14 @@
 """The one gate for calls of sessions: join the same call, repeat a stored answer, or supersede what is in work.
 
     admit ─▶ align ─▶ enter ─▶ waiting ─▶ running ─▶ finish: stored, and told to whoever waits
+      │                                      hold │ ▲ go_on
+      │                                           ▼ │
+      │                                         restoring: KV for its blocks is on its way
       │ the same call is in work: waits for its answer
       │ it was answered: told at once
       │ another call of the session is in work: that one ends with StaleEpoch
 
-A call waits while blocks that running calls or pins hold may come back, in order of arrival. From here a round goes
+A call waits while blocks that others hold, or pins, may come back, in order of arrival. From here a round goes
 where its caller runs it, a step of the device (`specdec.engine.loop.steps`, or a simulated one), and its answer back
 through `tell`.
 
@@ -68,11 +71,19 @@ class Calls(Generic[JobT, WaiterT]):
         """By session id: running and waiting."""
         self.running: list[JobT] = []
         """In order of arrival."""
+        self.restoring: list[JobT] = []
+        """They have their blocks, and run once whoever held them lets them go on."""
         self.pin_end_s: float | None = None
-        """On the session table's clock, while nothing but pins keeps calls from running: when to try again."""
+        """On the session table's clock, while nothing but pins and those that restore keep calls from running: when to
+        try again; infinite: when one of those goes on."""
         self._tell = tell
         self._waiters: dict[JobT, list[WaiterT]] = {}
         self._waiting: deque[JobT] = deque()  # for KV blocks, in order of arrival
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a job runs, or one that waits may begin to."""
+        return len(self.jobs) > len(self.restoring) and self.pin_end_s is None
 
     def admit(self, call: Call, waiter: WaiterT) -> Sequence | None:
         """Joins, repeats or supersedes.
@@ -114,8 +125,12 @@ class Calls(Generic[JobT, WaiterT]):
             job = self._waiting[0]
             try:
                 if not self._reserve(job):
-                    self.pin_end_s = None if self.running else self.sessions.next_pin_end_s()
-                    if self.running or self.pin_end_s is not None:
+                    if self.running:
+                        break
+                    self.pin_end_s = self.sessions.next_pin_end_s()
+                    if self.pin_end_s is None and self.restoring:
+                        self.pin_end_s = float("inf")
+                    if self.pin_end_s is not None:
                         break
                     raise ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED")
             except ResourceExhausted as error:
@@ -125,6 +140,17 @@ class Calls(Generic[JobT, WaiterT]):
                 self.running.append(self._waiting.popleft())
                 begun.append(job)
         return begun
+
+    def hold(self, job: JobT) -> None:
+        """Keeps a job that runs from doing so, with all its blocks, until `go_on`."""
+        self.running.remove(job)
+        self.restoring.append(job)
+
+    def go_on(self, job: JobT) -> None:
+        """Lets a job run that was held; it may have more KV than before."""
+        self.restoring.remove(job)
+        self.running.append(job)
+        job.num_cached_tokens = min(job.sequence.kv_len, job.call.position.committed_len)
 
     def finish(self, job: JobT, answer: Any) -> None:
         """Stores a job's answer under its idempotency key and tells it."""
@@ -139,7 +165,7 @@ class Calls(Generic[JobT, WaiterT]):
     def end(self, job: JobT, outcome: Any) -> None:
         """Takes a job out; `outcome`, an answer or an error, goes to everyone who waits for it."""
         del self.jobs[job.sequence.session_id]
-        (self.running if job in self.running else self._waiting).remove(job)
+        next(jobs for jobs in (self.running, self.restoring, self._waiting) if job in jobs).remove(job)
         for waiter in self._waiters.pop(job):
             self._tell(waiter, outcome)
         self.sessions.settle(job.sequence)
@@ -166,8 +192,8 @@ class Calls(Generic[JobT, WaiterT]):
         self.sessions.release(session_id)
 
     def _reserve(self, job: JobT) -> bool:
-        # While something runs, blocks will come back by themselves.
-        behind = () if self.running else [other.sequence for other in reversed(self._waiting)]
+        # While something runs, or soon will, blocks will come back by themselves.
+        behind = () if self.running or self.restoring else [other.sequence for other in reversed(self._waiting)]
         return self.sessions.reserve(
             job.sequence,
             committed_len=job.call.position.committed_len,

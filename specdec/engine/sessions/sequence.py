@@ -170,6 +170,10 @@ class Sequence:
         self._extend_hasher(length)
         return self._hasher.at(length)
 
+    def block_names(self, first: int, end: int) -> list[bytes]:
+        """What blocks [first, end) of this session are published as; all of them full."""
+        return list(self._block_names(first, end * BLOCK_TOKENS))
+
     def adopt_published(self, limit: int, blocks: BlockManager) -> None:
         """Takes over published blocks that hold this session's next tokens, for full blocks that end by `limit`."""
         first = self.kv_len // BLOCK_TOKENS

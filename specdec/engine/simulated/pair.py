@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.text import TextDials
+from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest
-
-MODEL_PREFIX = "simulated:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def simulated_pair(model: str) -> SimulatedPair:
     Raises:
         InvalidRequest: no such preset or dial, or a value it does not take.
     """
-    preset, *dials = model.removeprefix(MODEL_PREFIX).split(",")
+    preset, *dials = model.removeprefix(SIMULATED_PREFIX).split(",")
     pair = PRESETS.get(preset)
     if pair is None:
         raise InvalidRequest(f"no simulated pair {preset!r}; there are {', '.join(PRESETS)}", field="model")

@@ -1,0 +1,175 @@
+"""What each service of `specdec up` is started with: its module, its flags, its environment.
+
+Not here: what the user may say (`up_flags`), when a service is started and how many there are (`up`, `fleet`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from specdec.cli.processes import Child, free_ports
+from specdec.cli.services import Service
+from specdec.cli.up_flags import (
+    ROLES,
+    UTILIZATION_ALONE,
+    Models,
+    counts,
+    later_metrics_address,
+    num_ranks,
+    utilization,
+    value,
+)
+
+COORDINATOR = "coordinator"
+
+_DRAIN_GRACE_S = 3
+#: Idle threads spin for microseconds only (docs/LOG.md).
+_QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+
+
+def role_of(name: str) -> str:
+    """Of a service that is called ROLE-NUMBER."""
+    return name.rpartition("-")[0]
+
+
+class Launcher:
+    """Starts the services of one system, each by its name: "coordinator", or a role and a number."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        served: Models,
+        *,
+        endpoint: str,
+        redis_url: str,
+        metrics: Mapping[str, str],
+        environ: Mapping[str, str],
+        ray_address: str = "",
+    ) -> None:
+        """
+        Args:
+            args: the flags of `up`.
+            served: the models.
+            endpoint: where the coordinator listens.
+            redis_url: what all of them share.
+            metrics: where the services that are started first serve theirs, by name; empty where nobody wants them.
+            environ: of the caller.
+            ray_address: of the cluster whose nodes replicas are placed on; "" for this machine alone.
+        """
+        self._args, self._served, self._endpoint, self._redis_url = args, served, endpoint, redis_url
+        self._metrics, self._environ, self._ray_address = dict(metrics), environ, ray_address
+        self._ports: set[int] = set()
+        """Given to replicas so far: one that starts may not listen yet."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """That have a model."""
+        return tuple(role for role in ROLES if role == "target" or self._served.draft)
+
+    def coordinator(self) -> Service:
+        """Starts the coordinator."""
+        tokenizer = self._args.tokenizer or self._served.target
+        arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
+        arguments += ["--tenant", self._args.tenant]
+        arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
+        arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
+        return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
+
+    def replica(self, name: str, num_alike: int) -> Service:
+        """Starts a replica.
+
+        Args:
+            name: of one that does not run.
+            num_alike: replicas of its role that there are to be.
+        """
+        role = role_of(name)
+        if self._ray_address:
+            return self._placed_replica(name, role)
+        arguments = [*self._replica_arguments(role), "--listen", f"127.0.0.1:{self._free_port()}"]
+        return Child(
+            name,
+            f"{role}_service",
+            [*arguments, *self._metrics_flag(name)],
+            self._replica_environ(role, num_alike),
+            shown_level=self._args.log_level,
+        )
+
+    def _placed_replica(self, name: str, role: str) -> Service:
+        """Starts what keeps a replica on a node of the cluster, with resources of its own."""
+        args = self._args
+        num_cpus = value(args, f"--num-threads-{role}") or self._environ.get("OMP_NUM_THREADS") or 1
+        placed = ["--ray-address", self._ray_address, "--name", name, "--role", role, "--cpus", str(num_cpus)]
+        placed += ["--ranks", str(num_ranks(args, role))]
+        placed += ["--gpus", "none" if args.device == "cpu" else "auto", *(["--metrics"] if args.metrics else [])]
+        share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
+        of_device = value(args, f"--gpu-memory-utilization-{role}") or UTILIZATION_ALONE  # no other rank is on its GPU
+        own = {**_QUIET, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
+        return Child(
+            name,
+            "specdec.cluster.placed_replica",
+            [*placed, "--", *self._replica_arguments(role)],
+            {**own, **self._environ},
+            shown_level=args.log_level,
+        )
+
+    def require_room(self, added: Mapping[str, int]) -> None:
+        """Whether so many more replicas of each role fit is found out by starting them."""
+
+    def _replica_arguments(self, role: str) -> list[str]:
+        args = self._args
+        return [
+            *("--model", self._served.target if role == "target" else self._served.draft),
+            *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
+            *("--self-check", args.self_check, *self._limits(role), *self._common()),
+        ]
+
+    def _limits(self, role: str) -> list[str]:
+        given = []
+        if value(self._args, f"--gpu-memory-utilization-{role}") is not None:
+            given += ["--gpu-memory-utilization", self._share(role)]
+        for flag in ("--kv-cache-bytes", "--num-threads", "--tensor-parallel"):
+            if (number := value(self._args, f"{flag}-{role}")) is not None:
+                given += [flag, str(number)]
+        if self._args.max_context_tokens is not None:
+            given += ["--max-context-tokens", str(self._args.max_context_tokens)]
+        if self._args.kv_tier_url:
+            given += ["--kv-tier-url", self._args.kv_tier_url]
+        return given
+
+    def _common(self) -> list[str]:
+        given = ["--redis-url", self._redis_url, "--log-format", "json", "--drain-grace-s", str(_DRAIN_GRACE_S)]
+        # Else as they have it: their info records tell what a start is doing, whatever is shown later.
+        return [*given, "--log-level", "debug"] if self._args.log_level == "debug" else given
+
+    def _metrics_flag(self, name: str) -> list[str]:
+        if self._args.metrics and name not in self._metrics:
+            self._metrics[name] = later_metrics_address(self._args, self._metrics.values())
+        return ["--metrics", self._metrics[name]] if name in self._metrics else []
+
+    def metrics_address(self, name: str) -> str:
+        """Where a service that was started serves its metrics; "" where it does not."""
+        return self._metrics.get(name, "")
+
+    def _replica_environ(self, role: str, num_alike: int) -> Mapping[str, str]:
+        quiet = dict(_QUIET)
+        # Draft and target work by turns, so a replica of each role may use all cores, and finds out whether it should.
+        # Several of a role share them; one core is left to coordinator, store and client.
+        if num_alike > 1:
+            num_processes = num_alike * num_ranks(self._args, role)
+            quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // num_processes))
+        # Not a flag, which would win over the same variable of the caller's.
+        quiet[f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"] = self._share(role)
+        return {**quiet, **self._environ}
+
+    def _share(self, role: str) -> str:
+        """Share of the device's memory of each replica; one that is added gets as much as the first ones."""
+        return str(utilization(self._args, role) / max(1, counts(self._args)[role]))
+
+    def _free_port(self) -> int:
+        """One that no replica was given before."""
+        while (port := free_ports(1)[0]) in self._ports:
+            pass
+        self._ports.add(port)
+        return port

@@ -1,0 +1,153 @@
+"""One life of a replica on a Ray cluster: `python -m specdec.cluster.placed_replica --name target-0 ... -- FLAGS`.
+
+The process that `specdec up` keeps for a replica whose ranks are elsewhere. It is a job of the cluster's: it places the
+ranks' actors, passes on what the first rank says, drains on SIGTERM, and ends when a rank does, with an exit code and a
+last line as a service's own. Its end, however it comes about, ends the actors too. Starting the replica again, perhaps
+on another node, is its keeper's matter: a group of ranks restarts as a whole (docs/adr/0009-ray.md).
+
+Not here: connecting (`connection`), placing (`placement`), what a rank is (`rank_host`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+from specdec.cluster.connection import connect, error_line, first_sentence, own_outputs
+from specdec.cluster.placement import Needs, Placement
+from specdec.cluster.rank_host import CALLER_VARIABLES, only
+from specdec.config import join_address
+from specdec.errors import Internal, SpecdecError, Unavailable
+
+#: After another rank has ended: how long the first may take to fail its calls and leave the registry.
+_LEAVE_S = 5.0
+
+_STORE_LINE = "store "
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """Something that a rank said, or how it ended; without a rank: SIGTERM."""
+
+    rank: int | None = None
+    words: str = ""
+    has_ended: bool = False
+
+
+class _Replica:
+    """The ranks, from their start to their end."""
+
+    def __init__(self, ray: Any, args: argparse.Namespace, flags: Sequence[str], placement: Placement) -> None:
+        self._ray, self._args, self._placement = ray, args, placement
+        self._flags = [*flags, "--listen", join_address(placement.address, 0)]
+        if args.metrics:
+            self._flags += ["--metrics", join_address(placement.address, placement.free_port)]
+        self._environ = only(os.environ, CALLER_VARIABLES)
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+
+    def run(self, say: TextIO) -> int:
+        """Returns the first rank's exit code; raises Unavailable where it is lost, or said nothing of its end."""
+        signal.signal(signal.SIGTERM, lambda *_: self._events.put(_Event()))
+        self._start(0)
+        ended = self._pass_on(say)
+        if ended.rank != 0:
+            ended = self._await_first(say, ended)
+        if ended.rank == 0 and ended.words.startswith("exit code "):
+            return int(ended.words.removeprefix("exit code "))
+        raise Unavailable(f"{self._args.name} ended on node {self._placement.address} ({ended.words})")
+
+    def _pass_on(self, say: TextIO) -> _Event:
+        """Until a rank ends."""
+        while not (event := self._events.get()).has_ended:
+            if event.rank is None:
+                self._placement.hosts[0].ask_to_stop.remote()
+            elif event.rank == 0 and event.words.startswith(_STORE_LINE):
+                for rank in range(1, self._args.ranks):
+                    self._start(rank, store_port=event.words.removeprefix(_STORE_LINE))
+            else:
+                print(event.words, file=say, flush=True)
+        return event
+
+    def _await_first(self, say: TextIO, ended: _Event) -> _Event:
+        """The first rank's end, if it comes in time; else `ended`."""
+        timer = threading.Timer(_LEAVE_S, lambda: self._events.put(ended))
+        timer.daemon = True
+        timer.start()
+        while (event := self._pass_on(say)) is not ended and event.rank != 0:
+            pass
+        return event
+
+    def _start(self, rank: int, store_port: str = "0") -> None:
+        role = self._args.role
+        if self._args.ranks == 1:
+            module, arguments = f"{role}_service", self._flags
+        else:
+            own = ["--rank", str(rank), "--world-size", str(self._args.ranks)]
+            own += ["--store-host", self._placement.address, "--store-port", store_port]
+            own += ["--local-rank", "0"]  # an actor sees the GPU that it was given, and no other
+            module, arguments = "specdec.service.rank", [role, *own, "--", *self._flags]
+        threading.Thread(target=self._follow, args=(rank, module, arguments), daemon=True).start()
+
+    def _follow(self, rank: int, module: str, arguments: Sequence[str]) -> None:
+        try:
+            host = self._placement.hosts[rank]
+            for answer in host.run.options(num_returns="streaming").remote(module, arguments, self._environ):
+                self._events.put(_Event(rank, *self._ray.get(answer)))
+        except Exception as error:  # its actor or node is gone, or cannot be reached: the same to us
+            self._events.put(_Event(rank, f"lost: {first_sentence(error)}", has_ended=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until the replica has ended; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m specdec.cluster.placed_replica", allow_abbrev=False)
+    parser.add_argument("--ray-address", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--role", choices=["draft", "target"], required=True)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--cpus", type=float, default=1.0)
+    parser.add_argument("--gpus", choices=["auto", "none"], default="auto")
+    parser.add_argument("--metrics", action="store_true")
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--")
+    args, flags = parser.parse_args(given[:end]), given[end + 1 :]
+    say = own_outputs()
+    try:
+        return _run(args, flags, say)
+    except SpecdecError as error:
+        print(error_line(error), file=say)
+    except Exception as error:  # a fault of ours; nothing else of this process's is heard
+        print(error_line(Internal(f"{args.name}: {error!r}")), file=say)
+    return 1
+
+
+def _run(args: argparse.Namespace, flags: Sequence[str], say: TextIO) -> int:
+    _tell(say, f"connecting to Ray at {args.ray_address}")
+    ray = connect(args.ray_address, namespace=f"specdec-{os.getpid()}")
+    try:
+        has_gpus = args.gpus == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+        needs = Needs(args.ranks, args.cpus, 1.0 if has_gpus else 0.0)
+        _tell(say, f"asking Ray for {needs}")
+        with Placement(ray, args.name, needs) as placement:
+            replica = _Replica(ray, args, flags, placement)
+            _tell(say, f"placed on node {placement.address}")
+            if args.metrics:
+                _tell(say, f"metrics at http://{join_address(placement.address, placement.free_port)}/metrics")
+            return replica.run(say)
+    finally:
+        ray.shutdown()
+
+
+def _tell(say: TextIO, words: str) -> None:
+    print(json.dumps({"level": "info", "message": words}), file=say, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The actors of one replica: what they ask of the cluster, on which nodes they come to be, and that they go together.
+
+One rank goes to whichever node has least of the others (Ray's SPREAD), so that no node's loss takes all replicas of a
+role. Several ranks are a placement group on one node: what they say to each other in every layer must not cross a
+network. Not here: what runs in the actors (`rank_host`), how long (`placed_replica`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.cluster.connection import first_sentence
+from specdec.cluster.rank_host import RankHost
+from specdec.errors import ResourceExhausted, Unavailable
+
+#: What was taken by a replica that has just ended may take a moment to be free again.
+PLACE_TIMEOUT_S = 20.0
+
+_NAME_TAKEN_S = 10.0
+#: For actors that can still be reached to end their processes.
+_END_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What each rank asks of its node."""
+
+    num_ranks: int
+    num_cpus: float
+    num_gpus: float
+
+    def __str__(self) -> str:
+        gpus = f" and {self.num_gpus * self.num_ranks:g} GPU" if self.num_gpus else ""
+        one_node = " on one node" if self.num_ranks > 1 else ""
+        return f"{self.num_cpus * self.num_ranks:g} CPU{gpus}{one_node}"
+
+
+class Placement:
+    """The actors of one life of a replica. Use it by `with`; they are placed once entered, and gone at the end."""
+
+    def __init__(self, ray: Any, name: str, needs: Needs) -> None:
+        """
+        Args:
+            ray: connected.
+            name: of the replica: dashboards show it.
+            needs: of each rank.
+        """
+        self._ray, self._name, self._needs = ray, name, needs
+        self._group: Any = None
+        self.hosts: list[Any] = []
+        """Handles of `RankHost`, by rank."""
+        self.address = ""
+        """Of the node of the first rank, and so of all."""
+        self.free_port = 0
+        """On that node, a moment ago."""
+
+    def __enter__(self) -> Placement:
+        """Raises ResourceExhausted where the cluster has no room, Unavailable where an actor cannot start."""
+        try:
+            self._place()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every actor and gives back what they took. Idempotent."""
+        with contextlib.suppress(Exception):  # gone already, or Ray is
+            self._ray.wait([host.end.remote() for host in self.hosts], num_returns=len(self.hosts), timeout=_END_S)
+        for host in self.hosts:
+            with contextlib.suppress(Exception):
+                self._ray.kill(host)
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                self._ray.util.remove_placement_group(self._group)
+        self.hosts, self._group = [], None
+
+    def _place(self) -> None:
+        deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+        self._require_possible()
+        if self._needs.num_ranks > 1:
+            bundle = {"CPU": self._needs.num_cpus, "GPU": self._needs.num_gpus}
+            bundles = [{name: number for name, number in bundle.items() if number}] * self._needs.num_ranks
+            self._group = self._ray.util.placement_group(bundles, strategy="STRICT_PACK", name=f"specdec-{self._name}")
+            if not self._group.wait(PLACE_TIMEOUT_S):
+                raise self._no_room()
+        self.hosts = [self._start(rank) for rank in range(self._needs.num_ranks)]
+        try:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            places = self._ray.get([host.place.remote() for host in self.hosts], timeout=left_s)
+        except self._ray.exceptions.GetTimeoutError:
+            raise self._no_room() from None
+        except self._ray.exceptions.RayError as error:
+            raise Unavailable(f"{self._name} cannot start on its node: {first_sentence(error)}") from error
+        self.address, self.free_port = places[0]
+
+    def _start(self, rank: int) -> Any:
+        name = f"specdec-{self._name}" + (f"-rank-{rank}" if self._needs.num_ranks > 1 else "")
+        if self._group is None:
+            strategy: Any = "SPREAD"
+        else:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        actor = self._ray.remote(RankHost).options(
+            name=name,
+            num_cpus=self._needs.num_cpus,
+            num_gpus=self._needs.num_gpus,
+            scheduling_strategy=strategy,
+            max_concurrency=3,
+            max_restarts=0,
+        )
+        deadline_s = time.monotonic() + _NAME_TAKEN_S
+        while True:
+            try:
+                return actor.remote()
+            except ValueError:  # whoever had the name is still ending
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.1)
+
+    def _require_possible(self) -> None:
+        """Raises ResourceExhausted where even an empty cluster could not take the ranks: no wait is worth it."""
+        sizes = [(node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0)) for node in self._ray.nodes()
+                 if node["Alive"]]  # fmt: skip
+        cpus, gpus = (number * self._needs.num_ranks for number in (self._needs.num_cpus, self._needs.num_gpus))
+        if not any(size[0] >= cpus and size[1] >= gpus for size in sizes):
+            most = max(sizes, key=lambda size: (size[1] >= gpus, size[0]), default=(0, 0))
+            has = f"{most[0]:g} CPU" + (f" and {most[1]:g} GPU" if gpus else "")
+            raise ResourceExhausted(
+                f"{self._name} needs {self._needs}, the largest node of the Ray cluster has {has}",
+                reason="QUOTA_EXCEEDED",
+            )
+
+    def _no_room(self) -> ResourceExhausted:
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        has = ", ".join(
+            f"{total.get(name, 0):g} {name} of which {free.get(name, 0):g} are free"
+            for name in ("CPU", "GPU") if name == "CPU" or self._needs.num_gpus
+        )  # fmt: skip
+        return ResourceExhausted(
+            f"{self._name} needs {self._needs}, the Ray cluster has {has}", reason="QUOTA_EXCEEDED"
+        )

@@ -1,0 +1,102 @@
+"""The worker of a group's first rank: what it is asked to run, all ranks run.
+
+To those above it is a worker like any other. Every rank runs the same forward pass on its part of the model; the logits
+come together here, and here alone tokens are drawn, so ranks cannot disagree. A step that fails on any rank leaves the
+others in the middle of it: the group is lost, never a single step. Not here: what the other ranks do
+(`engine.parallel.follow`), and which process is which rank (`specdec.service.rank`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from specdec.engine.base import StepPlan, Worker, WorkerLost
+from specdec.engine.parallel.group import RankGroup
+from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.messages import END, NOTHING, pack_plan
+from specdec.errors import SpecdecError
+
+#: Between two messages that say nothing; well below the time after which a group gives a silent rank up.
+KEEP_ALIVE_S = 10.0
+
+
+class LeadWorker(Worker):
+    """Implements `engine.base.Worker` by a group of ranks. `execute` and `close` from one thread at a time."""
+
+    def __init__(self, own: Worker, ranks: RankGroup, lifeline: Lifeline) -> None:
+        """
+        Args:
+            own: runs this rank's part of a step.
+            ranks: the others, who follow from now on.
+            lifeline: says when one of them is gone.
+        """
+        self.shape = own.shape
+        self._own = own
+        self._ranks = ranks
+        self._lifeline = lifeline
+        self._sending = threading.Lock()  # a step, or a message between steps
+        self._guard = threading.Lock()
+        self._lost: WorkerLost | None = None  # guarded
+        self._note_lost: Callable[[WorkerLost], None] | None = None  # guarded
+        self._ended = threading.Event()
+        lifeline.watch(self._note)
+        threading.Thread(target=self._keep_alive, name="keep-ranks-alive", daemon=True).start()
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """Runs one step on all ranks; see `engine.base.Worker.execute`."""
+        with self._sending:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                self._ranks.send(pack_plan(plan))
+                return self._own.execute(plan)
+            except Exception as error:
+                raise self._lose(error) from error
+
+    def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
+        """See `engine.base.Worker.watch`."""
+        with self._guard:
+            self._note_lost, lost = note_lost, self._lost
+        if lost is not None:
+            note_lost(lost)
+
+    def close(self) -> None:
+        """Tells the other ranks to end. Idempotent."""
+        with self._sending:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+            self._lifeline.close()
+            if self._lost is None:
+                self._say(END)
+
+    def _keep_alive(self) -> None:
+        while not self._ended.wait(KEEP_ALIVE_S):
+            with self._sending:
+                if not self._ended.is_set() and self._lost is None:
+                    self._say(NOTHING)
+
+    def _say(self, kind: int) -> None:
+        try:
+            self._ranks.send(np.array([kind], dtype=np.int32))
+        except RuntimeError as error:
+            self._lose(error)
+
+    def _note(self, error: SpecdecError) -> None:
+        self._lose(error)
+
+    def _lose(self, error: Exception) -> WorkerLost:
+        """The group is gone, because of `error` or of what was known before. Any thread."""
+        with self._guard:
+            is_news = self._lost is None
+            if self._lost is None:
+                why = error.message if isinstance(error, SpecdecError) else f"a step failed on rank 0: {error}"
+                self._lost = WorkerLost(" ".join(why.split()))
+            lost, note_lost = self._lost, self._note_lost
+        if is_news and note_lost is not None:
+            note_lost(lost)
+        return lost

@@ -1,0 +1,61 @@
+"""What the first rank of a group tells the others: a step's plan, nothing at all, or that this is the end.
+
+Numbers, not pickles: a message is int32 words, its kind first, so that whoever adds a kind adds a number here. Not
+here: how it travels (`engine.parallel.group`). Called by `engine.parallel.lead` and `engine.parallel.follow`.
+
+    [STEP, copies, slices, (from, to)..., (start, logit rows, tokens, blocks, token ids..., block ids...)...]
+    [NOTHING]
+    [END]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.base import SequenceSlice, StepPlan
+
+Words = NDArray[np.int32]
+
+STEP = 1
+#: So that nobody waits for a plan longer than a group's timeout.
+NOTHING = 2
+END = 3
+
+_SLICE_WORDS = 4
+
+
+def pack_plan(plan: StepPlan) -> Words:
+    """The message of a plan."""
+    words: list[int] = [STEP, len(plan.block_copies), len(plan.slices)]
+    for copy in plan.block_copies:
+        words += copy
+    for part in plan.slices:
+        words += (part.start, part.num_logit_rows, len(part.token_ids), len(part.block_table))
+        words += part.token_ids
+        words += part.block_table
+    return np.array(words, dtype=np.int32)
+
+
+def unpack_plan(message: Words) -> StepPlan:
+    """The plan of a message of kind STEP; the inverse of `pack_plan`."""
+    _, num_copies, num_slices, *words = message.tolist()
+    end = 2 * num_copies
+    copies = tuple(zip(words[0:end:2], words[1:end:2], strict=True))
+    return StepPlan(tuple(_slices(words, end, num_slices)), copies)
+
+
+def _slices(words: list[int], place: int, count: int) -> Iterator[SequenceSlice]:
+    for _ in range(count):
+        start, num_logit_rows, num_tokens, num_blocks = words[place : place + _SLICE_WORDS]
+        tokens_from = place + _SLICE_WORDS
+        blocks_from = tokens_from + num_tokens
+        place = blocks_from + num_blocks
+        yield SequenceSlice(
+            token_ids=tuple(words[tokens_from:blocks_from]),
+            start=start,
+            block_table=tuple(words[blocks_from:place]),
+            num_logit_rows=num_logit_rows,
+        )

@@ -1,0 +1,183 @@
+"""One rank's part of a Llama-shaped model: read in slices, run by the stack that runs whole ones.
+
+transformers makes the model at the rank's own size, so every module of it is a part, and no rank holds the whole model
+at any time. Four kinds of places need the other ranks: the embedding, attention's output and the MLP's, and the head;
+they are put in here, into our stack for serving, and into transformers' own modules for the self-check.
+
+Not here: who holds what (`engine.parallel.splitting`), other architectures (`engine.parallel.transformers_shards`).
+Called by `engine.parallel.rank_loader`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from specdec.engine.model.layer_probe import PROBE_NAME
+from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.model_runner import ForwardPass
+from specdec.engine.model.projection import AnyProjection, Projection, ProjectionKinds, keeps_both_layouts
+from specdec.engine.parallel.group import RankGroup
+from specdec.engine.parallel.slices import SliceReader
+from specdec.engine.parallel.splitting import Splitting
+
+_log = logging.getLogger(__name__)
+
+
+def make_whole(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without weights, to be looked at."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
+    return model
+
+
+class ShardedLlama:
+    """A rank's part of a model that `LlamaStack.fits`."""
+
+    def __init__(
+        self, name: str, directory: Path, whole: PreTrainedModel, dtype: torch.dtype | str, ranks: RankGroup
+    ) -> None:
+        """Reads this rank's part of the weights.
+
+        Args:
+            name: of the model, as it was given.
+            directory: where it lies.
+            whole: as `make_whole` makes it.
+            dtype: as `pick_dtype` gives it.
+            ranks: who holds the other parts.
+
+        Raises:
+            InvalidRequest, Unsupported: as `SliceReader` and `Splitting.of`.
+        """
+        self._ranks = ranks
+        self._splitting = Splitting.of(whole.config, ranks.rank, ranks.num_ranks)
+        with SliceReader(name, directory) as reader:
+            self.model = _read(reader, whole, self._splitting, dtype, ranks.device)
+            _log.info(
+                "read %d of %d bytes of weights", reader.num_bytes, reader.all_bytes,
+                extra={"share_read": reader.num_bytes / reader.all_bytes},
+            )  # fmt: skip
+        self.model.generation_config = _generation_config(directory, whole.config)
+        self.num_head_rows = int(whole.config.vocab_size)
+
+    def forward_pass(self) -> ForwardPass:
+        """Takes the model apart. Logits come together on the first rank; padding rows follow the vocabulary's."""
+        plain = partial(Projection, both_layouts=keeps_both_layouts(self.model))
+        return LlamaStack(
+            self.model,
+            ProjectionKinds(
+                inner=plain,
+                head=lambda weight, bias: _GatheredHead(plain(weight, bias), self._ranks),
+                output=lambda weight, bias: _SummedProjection(plain(weight, bias), self._ranks),
+                embedding=self._look_up,
+            ),
+        )
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Within it, the model's own forward pass gives the logits of the whole model, on every rank."""
+        inner, ranks = self.model.model, self._ranks
+        hooks = [
+            module.register_forward_hook(lambda _module, _inputs, part: ranks.add_up(part))
+            for layer in inner.layers
+            for module in (layer.self_attn.o_proj, layer.mlp.down_proj)
+        ]
+        hooks.append(self.model.lm_head.register_forward_hook(lambda _module, _inputs, part: ranks.gather_all(part)))
+        inner.embed_tokens.forward = self._look_up(inner.embed_tokens.weight)
+        try:
+            yield
+        finally:
+            del inner.embed_tokens.forward  # the class has its own
+            for hook in hooks:
+                hook.remove()
+
+    def _look_up(self, weight: torch.Tensor) -> partial[torch.Tensor]:
+        return partial(_look_up, weight=weight, first=self._splitting.first_token, ranks=self._ranks)
+
+
+class _SummedProjection(nn.Module):
+    """A part of a linear layer's inputs: what it puts out is the sum over all ranks."""
+
+    def __init__(self, part: AnyProjection, ranks: RankGroup) -> None:
+        super().__init__()
+        self._part = part
+        self._ranks = ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ranks.add_up(self._part.forward(x))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual [T, out] + forward(x [T, in]): added once, after the sum."""
+        return self.forward(x).add_(residual)
+
+
+class _GatheredHead(nn.Module):
+    """A part of the vocabulary's logits, which the first rank makes whole."""
+
+    def __init__(self, part: AnyProjection, ranks: RankGroup) -> None:
+        super().__init__()
+        self._part = part
+        self._ranks = ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [R, hidden] -> [R, rows of all ranks] on the first rank."""
+        part = self._part.forward(x)
+        # A step that asks for no logits has nothing to gather, but the width that callers cut.
+        return self._ranks.gather_first(part) if len(x) else part
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).add_(residual)
+
+
+def _look_up(token_ids: torch.Tensor, *, weight: torch.Tensor, first: int, ranks: RankGroup) -> torch.Tensor:
+    """token_ids [...] -> [..., hidden]: each rank gives the rows it has, the others give zeros."""
+    own = token_ids - first
+    is_absent = (own < 0) | (own >= len(weight))
+    rows = embedding(own.clamp(0, len(weight) - 1), weight)
+    return ranks.add_up(rows.masked_fill_(is_absent.unsqueeze(-1), 0))
+
+
+def _read(
+    reader: SliceReader,
+    whole: PreTrainedModel,
+    splitting: Splitting,
+    dtype: torch.dtype | str,
+    device: torch.device,
+) -> PreTrainedModel:
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    if isinstance(dtype, str):  # the checkpoint's own
+        name = next(iter(shapes))
+        dtype = whole.config.dtype or reader.read(name, shapes[name], splitting.cut_of(name)).dtype
+    config = splitting.config_of(whole.config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME, dtype=dtype)
+    model = model.to_empty(device=device).eval()
+    model.tie_weights()
+    # Its frequencies are no weights: they were made without numbers, like all the rest.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    for name, parameter in model.named_parameters():
+        cut = splitting.cut_of(name)
+        parameter.requires_grad_(False)
+        if cut is None:
+            parameter.copy_(reader.read(name, shapes[name], None))
+            continue
+        parameter.zero_()
+        if not cut.is_empty:
+            part = reader.read(name, shapes[name], cut)
+            parameter.narrow(cut.axis, 0, part.shape[cut.axis]).copy_(part)
+    return model
+
+
+def _generation_config(directory: Path, config: PreTrainedConfig) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except OSError:  # most have one
+        return GenerationConfig.from_model_config(config)

@@ -1,0 +1,81 @@
+"""One rank's part of any other model, by transformers' own tensor parallelism.
+
+The process group must be there before the model is asked for: without one transformers gives every rank the whole
+model, and the numbers are right all the same. So what a rank holds is looked at (`engine.parallel.rank_loader`). Not
+here: Llama-shaped models, which our own stack runs (`engine.parallel.sharded_llama`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specdec.engine.model.checkpoint_model import first_line, quietly
+from specdec.engine.model.layer_probe import PROBE_NAME
+from specdec.engine.model.model_runner import ForwardPass, TransformersForward
+from specdec.engine.parallel.group import RankGroup
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.rank_checks import FLAG, require_even_heads, require_even_kv_heads
+
+
+class TransformersShards:
+    """A rank's part of a model that transformers has a plan for."""
+
+    def __init__(
+        self, name: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, ranks: RankGroup
+    ) -> None:
+        """Reads this rank's part of the weights; the arguments are those of `ShardedLlama`.
+
+        Raises:
+            InvalidRequest: its heads do not divide, or its weights cannot be read.
+            Unsupported: there is no plan for its type, or what carries it out is not installed.
+        """
+        _require_plan(config, ranks.num_ranks)
+        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # lazily exported
+
+        try:
+            with quietly():
+                # A pair where loading info is asked for, which its annotation does not know.
+                loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
+                    directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
+                    trust_remote_code=False, distributed_config=DistributedConfig(tp_size=ranks.num_ranks),
+                ))  # fmt: skip
+        except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
+            raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error
+        if report["missing_keys"]:
+            raise InvalidRequest(f"model {name!r} lacks weights, {min(report['missing_keys'])} for one", field="model")
+        self.model = loaded.eval()
+        self.num_head_rows = int(loaded.get_output_embeddings().weight.shape[0])
+
+    def forward_pass(self) -> ForwardPass:
+        """transformers' own; every rank gets all logits."""
+        return TransformersForward(self.model)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """The model's own forward pass is that of the whole model already."""
+        yield
+
+
+def _require_plan(config: PreTrainedConfig, num_ranks: int) -> None:
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise Unsupported(
+            f"{FLAG}: transformers has no plan for dividing a model of type {config.model_type}",
+            field="tensor_parallel",
+        )
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    require_even_heads(heads, num_ranks)
+    require_even_kv_heads(kv_heads, num_ranks, may_share=False)
+    if find_spec("accelerate") is None:
+        raise Unsupported(
+            f"{FLAG} for a model of type {config.model_type} needs the package accelerate (pip install accelerate)",
+            field="tensor_parallel",
+        )

@@ -1,0 +1,72 @@
+"""Whether a model can be divided among ranks, as far as settings and small files tell: every refusal in one place.
+
+Not the last word: a rank sees the model itself (`specdec.engine.parallel`). Reads JSON, never weights, and imports no
+torch. Called where a group starts, and by each of its ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specdec.checkpoint import locate_checkpoint
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.gguf import is_gguf
+from specdec.preflight import read_config
+
+#: What refusals begin with: the flag that somebody gave.
+FLAG = "--tensor-parallel"
+
+_BACKENDS = ("auto", "eager")
+
+
+def require_supported(*, device: str, dtype: str, compile_backend: str) -> None:
+    """Looks at settings that are fine for one process.
+
+    Raises:
+        Unsupported: steps are to be compiled or weights rounded in a way that ranks do not.
+        InvalidRequest: a GPU is named that all ranks would share.
+    """
+    if compile_backend not in _BACKENDS:
+        raise Unsupported(
+            f"{FLAG} runs steps eagerly: --compile-backend {' or '.join(_BACKENDS)}, not {compile_backend}",
+            field="compile_backend",
+        )
+    if dtype == "int8":
+        raise Unsupported(f"{FLAG} does not divide int8 weights: take float32 or bfloat16", field="dtype")
+    if ":" in device:
+        raise InvalidRequest(f"{FLAG} gives each rank a device of its own: --device cuda, not {device}", field="device")
+
+
+def require_divisible(model: str, num_ranks: int) -> None:
+    """Looks at a checkpoint's configuration; of a GGUF file its conversion tells.
+
+    Raises:
+        InvalidRequest: the attention heads cannot be divided among that many ranks.
+    """
+    if is_gguf(Path(model).expanduser()):
+        return
+    config = read_config(model, locate_checkpoint(model, small_files_only=True))
+    text = config.get("text_config")
+    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
+    if isinstance(heads, int):
+        require_even_heads(heads, num_ranks)
+
+
+def require_even_heads(num_heads: int, num_ranks: int) -> None:
+    """Raises InvalidRequest: that many attention heads cannot be divided among that many ranks."""
+    if num_heads % num_ranks:
+        raise InvalidRequest(
+            f"{FLAG} {num_ranks} does not divide the model's {num_heads} attention heads", field="tensor_parallel"
+        )
+
+
+def require_even_kv_heads(num_kv_heads: int, num_ranks: int, *, may_share: bool) -> None:
+    """Raises InvalidRequest: that many KV heads can neither be divided among the ranks nor, if they may, be shared."""
+    if num_kv_heads % num_ranks == 0 or (may_share and num_ranks % num_kv_heads == 0):
+        return
+    shared = " nor is a multiple of them" if may_share else ", and ranks of a model of this type cannot share one"
+    raise InvalidRequest(
+        f"{FLAG} {num_ranks} {'neither divides' if may_share else 'does not divide'} the model's {num_kv_heads} KV "
+        f"heads{shared}",
+        field="tensor_parallel",
+    )

@@ -1,0 +1,210 @@
+"""Fetches runs of KV from the cold tier, in a thread of its own, where that beats prefill; measures what it takes.
+
+    asked ─▶ worth it if all is there? ─▶ queued ─▶ what is there, is that worth it? ─▶ told run by run ─▶ told the end
+               │ no: at once                           │ no: told the end
+
+While nothing is asked of it, it measures by a value of its own now and then, and finds out when a Redis that failed
+answers again. Not here: the rule (`specdec.core.restore_rule`), what a value is (`kv_values`). Built by `kv_tier`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from redis.exceptions import RedisError
+
+from specdec.core.restore_rule import RestoreRule
+from specdec.state.kv_link import KvLink, touch
+from specdec.state.kv_tally import KvTally
+from specdec.state.kv_values import VERSION, KvSpace, Payload, checksum
+
+#: Runs fetched ahead of those that are in KV blocks.
+MAX_AHEAD = 2
+#: A fetch may take this many times its prediction, and so much more, or what computing takes if that is less, before
+#: its caller goes on without it.
+PATIENCE_FACTOR = 2.0
+PATIENCE_S = 0.25
+#: What a trip takes is measured anew when nothing was asked for so long.
+PROBE_INTERVAL_S = 30.0
+MAX_PROBE_BYTES = 1 << 20
+_PROBE_TTL_S = 120
+_NUM_PROBES = 3
+
+Tell = Callable[[Payload | None], None]
+
+
+class KvFetch:
+    """Implements `engine.loop.cold_tier.Fetch`."""
+
+    def __init__(self, reader: KvReader, names: Sequence[bytes], replay_s: Sequence[float], tell: Tell) -> None:
+        self.names = names
+        self.replay_s = replay_s
+        self.tell = tell
+        self.patience_s = float("inf")
+        self.is_over = False
+        self._reader = reader
+        self._room = threading.Semaphore(MAX_AHEAD)
+
+    def note_copied(self, num_bytes: int, seconds: float) -> None:
+        """See `engine.loop.cold_tier.Fetch`."""
+        self._reader.note_copied(num_bytes, seconds)
+        self._room.release()
+
+    def stop(self, *, is_late: bool = False) -> None:
+        """See `engine.loop.cold_tier.Fetch`."""
+        self.is_over = True
+        self._room.release()
+        if is_late:
+            self._reader.note_late()
+
+    def wait_for_room(self) -> bool:
+        """Waits until few enough runs are fetched and not copied in; False: nobody wants more."""
+        self._room.acquire(timeout=self.patience_s)
+        return not self.is_over
+
+
+class KvReader:
+    """Of one tier."""
+
+    def __init__(
+        self, link: KvLink, space: KvSpace, tally: KvTally, rule: RestoreRule, forget: Callable[[bytes], None]
+    ) -> None:
+        """Starts the thread. `forget` is told of runs that turn out not to be there."""
+        self._link = link
+        self._space = space
+        self._tally = tally
+        self._rule = rule
+        self._forget = forget
+        self._client = link.connect()
+        self._fetches: queue.SimpleQueue[KvFetch | None] = queue.SimpleQueue()
+        self._queued_bytes = 0  # changed under _lock
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._has_looked = False
+        # The thread sleeps as long as for a Redis that is well.
+        link.when_down = lambda: self._fetches.put(None)
+        self._thread = threading.Thread(target=self._run, name="kv-tier-read", daemon=True)
+        self._thread.start()
+
+    def fetch(self, names: Sequence[bytes], replay_s: Sequence[float], tell: Tell) -> KvFetch | None:
+        """See `engine.loop.cold_tier.ColdTier.fetch`. From any thread; never waits."""
+        self._tally.replay_s_per_run = replay_s[-1] / len(replay_s)
+        if not self._link.is_up:
+            self._tally.choices["unavailable"] += 1
+            return None
+        run_bytes = self._space.payload_bytes
+        with self._lock:
+            num_runs = self._rule.num_worth(replay_s, run_bytes, self._queued_bytes)
+            if not num_runs:
+                self._tally.choices["replay"] += 1
+                return None
+            self._queued_bytes += num_runs * run_bytes
+            patience_s = PATIENCE_FACTOR * self._rule.restore_s(self._queued_bytes) + min(PATIENCE_S, replay_s[-1])
+        fetch = KvFetch(self, names[:num_runs], replay_s[:num_runs], tell)
+        fetch.patience_s = patience_s
+        self._fetches.put(fetch)
+        return fetch
+
+    def note_copied(self, num_bytes: int, seconds: float) -> None:
+        """A run that was fetched is in KV blocks."""
+        self._rule.observe_copy(num_bytes, seconds)
+        self._tally.num_restored += 1
+
+    def note_late(self) -> None:
+        """A fetch was not told to its end in time. Slow is not gone: what it takes is measured, and for the rule."""
+        self._tally.choices["late"] += 1
+
+    def close(self, patience_s: float) -> None:
+        """Ends the thread; who is still told nothing by then will not be."""
+        self._is_closed = True
+        self._fetches.put(None)
+        self._thread.join(patience_s)
+        if not self._thread.is_alive():
+            self._client.close()
+
+    # On the thread.
+
+    def _run(self) -> None:
+        self._probe()
+        while not self._is_closed:
+            try:
+                fetch = self._fetches.get(timeout=PROBE_INTERVAL_S if self._link.is_up else self._link.retry_s)
+            except queue.Empty:
+                self._probe()
+            else:
+                if fetch is not None:
+                    self._serve(fetch)
+
+    def _serve(self, fetch: KvFetch) -> None:
+        try:
+            if self._link.is_up and not fetch.is_over:
+                self._fetch_runs(fetch)
+        except Exception as error:
+            self._link.fail_by(error)
+        finally:
+            with self._lock:
+                self._queued_bytes -= len(fetch.names) * self._space.payload_bytes
+            fetch.tell(None)
+
+    def _fetch_runs(self, fetch: KvFetch) -> None:
+        began_s = time.monotonic()
+        there = touch(self._client, [self._space.key(name) for name in fetch.names])
+        self._rule.observe_latency(time.monotonic() - began_s)
+        num_there = (*there, False).index(False)
+        num_runs = self._rule.num_worth(fetch.replay_s[:num_there], self._space.payload_bytes)
+        self._tally.choices["restore" if num_runs else "replay" if num_there else "missing"] += 1
+        for name in fetch.names[num_there : num_there + 1]:
+            self._forget(name)
+        for name in fetch.names[:num_runs]:
+            if not fetch.wait_for_room() or (payload := self._get(name)) is None:
+                return
+            fetch.tell(payload)
+
+    def _get(self, name: bytes) -> Payload | None:
+        began_s = time.monotonic()
+        value = self._client.get(self._space.key(name))
+        payload = None if value is None else self._space.decode(name, value)
+        if payload is None:
+            self._forget(name)
+            self._tally.num_damaged += value is not None
+            return None
+        self._rule.observe_transfer(payload.nbytes, time.monotonic() - began_s)
+        self._tally.num_bytes["read"] += payload.nbytes
+        return payload
+
+    def _probe(self) -> None:
+        """Finds out whether Redis answers, and measures it by a value of its own."""
+        num_bytes = min(self._space.payload_bytes, MAX_PROBE_BYTES)
+        key = f"specdec-kv:{VERSION}:probe:{num_bytes}"
+        try:
+            if self._client.get(key) is None:
+                self._client.set(key, bytes(num_bytes), ex=_PROBE_TTL_S)
+            for _ in range(_NUM_PROBES):
+                began_s = time.monotonic()
+                touch(self._client, [key])
+                answered_s = time.monotonic()
+                value = self._client.get(key)
+                if value:
+                    checksum(value)
+                    self._rule.observe_transfer(len(value), time.monotonic() - answered_s)
+                self._rule.observe_latency(answered_s - began_s)
+            self._look_at_policy()
+        except Exception as error:
+            self._link.fail_by(error)
+        else:
+            self._link.note_up()
+
+    def _look_at_policy(self) -> None:
+        """Warns, once, of a Redis that would not forget by itself."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        try:
+            memory = self._client.info("memory")
+        except RedisError:  # some hosts do not tell
+            return
+        if not memory.get("maxmemory") or not str(memory.get("maxmemory_policy")).startswith("allkeys"):
+            self._link.warn_of_growth()

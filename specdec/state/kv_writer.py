@@ -1,0 +1,124 @@
+"""Writes offered runs of KV to the cold tier, behind, in a thread of its own.
+
+An offer is a name and a way to get the bytes; it waits in a bounded queue and is dropped where that is full. What is
+there already is neither read nor sent. Not here: what a value is (`kv_values`). Built by `kv_tier`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from redis.exceptions import OutOfMemoryError
+
+from specdec.state.kv_link import KvLink, touch
+from specdec.state.kv_tally import KvTally
+from specdec.state.kv_values import KvSpace, Payload
+
+#: Offers that wait; they are names, not bytes.
+MAX_OFFERS = 256
+#: Offers that are looked up in one trip.
+MAX_BATCH = 32
+#: Runs that are known to be there, and for how long that is believed: the tier forgets as it likes.
+MAX_KNOWN = 65_536
+KNOWN_S = 600.0
+
+Read = Callable[[], Payload | None]
+_Offer = tuple[bytes, Read]
+
+
+class KvWriter:
+    """Of one tier."""
+
+    def __init__(self, link: KvLink, space: KvSpace, tally: KvTally) -> None:
+        """Starts the thread."""
+        self._link = link
+        self._space = space
+        self._tally = tally
+        self._client = link.connect()
+        self._known: OrderedDict[bytes, float] = OrderedDict()  # until when it is believed; changed under _lock
+        self._lock = threading.Lock()
+        self._offers: queue.Queue[_Offer | None] = queue.Queue(MAX_OFFERS)
+        self._thread = threading.Thread(target=self._run, name="kv-tier-write", daemon=True)
+        self._thread.start()
+
+    def offer(self, name: bytes, read: Read) -> None:
+        """See `engine.loop.cold_tier.ColdTier.offer`. From any thread; never waits."""
+        if self._is_known(name):
+            return
+        if not self._link.is_up:
+            self._tally.dropped["unavailable"] += 1
+            return
+        try:
+            self._offers.put_nowait((name, read))
+        except queue.Full:
+            self._tally.dropped["queue_full"] += 1
+
+    def forget(self, name: bytes) -> None:
+        """The run turned out not to be there."""
+        with self._lock:
+            self._known.pop(name, None)
+
+    def close(self, patience_s: float) -> None:
+        """Writes what is queued, for so long, and ends the thread."""
+        end_s = time.monotonic() + patience_s
+        try:
+            self._offers.put(None, timeout=patience_s)
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, end_s - time.monotonic()))
+        if not self._thread.is_alive():
+            self._client.close()
+
+    def _run(self) -> None:
+        while batch := self._next_offers():
+            try:
+                self._write(batch)
+            except Exception as error:
+                self._link.fail_by(error)
+
+    def _next_offers(self) -> list[_Offer]:
+        """Those that wait, or the next; empty once the tier is closed."""
+        batch: list[_Offer] = []
+        while len(batch) < MAX_BATCH and (not batch or not self._offers.empty()):
+            offer = self._offers.get()
+            if offer is None:
+                break
+            batch.append(offer)
+        return batch
+
+    def _write(self, batch: Sequence[_Offer]) -> None:
+        offers = [(name, read) for name, read in batch if not self._is_known(name)]
+        if not self._link.is_up or not offers:
+            return
+        there = touch(self._client, [self._space.key(name) for name, _ in offers])
+        for (name, read), is_there in zip(offers, there, strict=True):
+            if is_there or self._keep(name, read):
+                self._note_known(name)
+
+    def _keep(self, name: bytes, read: Read) -> bool:
+        payload = read()
+        if payload is None:
+            self._tally.dropped["evicted"] += 1
+            return False
+        try:
+            self._client.set(self._space.key(name), self._space.encode(name, payload))
+        except OutOfMemoryError as error:
+            self._tally.dropped["refused"] += 1
+            self._link.warn_once(str(error))
+            return False
+        self._tally.num_bytes["written"] += payload.nbytes
+        return True
+
+    def _is_known(self, name: bytes) -> bool:
+        return self._known.get(name, 0.0) > time.monotonic()
+
+    def _note_known(self, name: bytes) -> None:
+        with self._lock:
+            self._known[name] = time.monotonic() + KNOWN_S
+            self._known.move_to_end(name)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)

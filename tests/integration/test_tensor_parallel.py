@@ -1,0 +1,214 @@
+"""A model on two ranks against the same model in one process: logits, greedy and sampled text, what each rank holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.logits.filters import FilterContext, filtered_distributions
+from specdec.engine.logits.rows import coupled_choices
+from specdec.engine.model.options import EAGER, CompileOptions
+from specdec.errors import InvalidRequest, SpecdecError, Unsupported
+from specdec.types import BLOCK_TOKENS, SamplingFilters
+from tests.support.rank_rig import RankRig
+from tests.support.tiny_models import build_tiny_model
+
+VOCABULARY_SIZE = 96
+NUM_BLOCKS = 320
+NUM_TEXTS, NUM_TOKENS = 20, 64
+#: Two logits within this are a tie, which rounding may decide either way.
+TIE = 1e-4
+#: What each rank may hold.
+MOST = 0.6
+
+#: Of the last: biases everywhere, one matrix for embedding and head, and widths that do not divide by two.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+    "gemma3": ("gemma3", {}),
+    "one KV head": ("llama", {"num_key_value_heads": 1}),
+    "uneven": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "intermediate_size": 113,
+         "vocab_size": VOCABULARY_SIZE + 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[RankRig]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with RankRig(2) as rig:
+        yield rig
+    torch.set_num_threads(threads)
+
+
+class Case:
+    """One model, alone and divided."""
+
+    def __init__(self, name: str, directory: Path, rig: RankRig) -> None:
+        architecture, overrides = CASES[name]
+        self.name = name
+        self.directory = build_tiny_model(
+            architecture,
+            directory,
+            vocabulary_size=VOCABULARY_SIZE,
+            context=1024,
+            gain=1.0,
+            logit_spread=1.0,
+            config_overrides=overrides,
+        )
+        self.divided = rig.load(self.directory, num_kv_blocks=NUM_BLOCKS)
+        self.shares = rig.shares
+        self.alone = load_worker(
+            str(self.directory),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=NUM_BLOCKS,
+            compiling=CompileOptions(EAGER),
+        )
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rig: RankRig) -> Iterator[Case]:
+    case = Case(request.param, tmp_path_factory.mktemp("model"), rig)
+    yield case
+    case.divided.close()
+
+
+def tables(count: int) -> list[tuple[int, ...]]:
+    """Blocks of so many sequences, in no order."""
+    ids = list(range(NUM_BLOCKS))
+    random.Random(7).shuffle(ids)
+    each = NUM_BLOCKS // count
+    return [tuple(ids[index * each : (index + 1) * each]) for index in range(count)]
+
+
+def piece(tokens: Sequence[int], start: int, end: int, table: tuple[int, ...], rows: int) -> SequenceSlice:
+    return SequenceSlice(tuple(tokens[start:end]), start, table[: -(-end // BLOCK_TOKENS)], rows)
+
+
+def random_tokens(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCABULARY_SIZE) for _ in range(length)]
+
+
+def test_logits_of_two_ranks_are_those_of_one_process_and_of_transformers(case: Case) -> None:
+    """A prefill whose plan is longer than a message's first part, then ragged steps, a copied block among them."""
+    sequences = [random_tokens(index, length) for index, length in enumerate((700, 400, 90))]
+    own = tables(len(sequences))
+    plans = [
+        StepPlan(
+            tuple(piece(tokens, 0, len(tokens) - 9, table, 3) for tokens, table in zip(sequences, own, strict=True))
+        )
+    ]
+    for back in (9, 8, 5):
+        ahead = {9: 1, 8: 3, 5: 5}[back]
+        plans.append(
+            StepPlan(
+                tuple(
+                    piece(tokens, len(tokens) - back, len(tokens) - back + ahead, table, ahead)
+                    for tokens, table in zip(sequences, own, strict=True)
+                )
+            )
+        )
+    # A branch begins with the partial block of the last sequence and runs its last token again.
+    last, table = sequences[-1], own[-1]
+    partial_block = (len(last) - 1) // BLOCK_TOKENS
+    branch = (*table[:partial_block], own[0][-1])
+    plans.append(StepPlan((piece(last, len(last) - 1, len(last), branch, 1),), ((table[partial_block], branch[-1]),)))
+    eager = AutoModelForCausalLM.from_pretrained(case.directory, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = [eager(torch.tensor([tokens])).logits[0, :, :VOCABULARY_SIZE] for tokens in sequences]
+    for plan in plans:
+        divided, alone = case.divided.execute(plan), case.alone.execute(plan)
+        assert divided.shape == alone.shape
+        torch.testing.assert_close(divided, alone, rtol=0, atol=1e-4)
+    # The rows of all but the first plan are the sequences' last ones.
+    torch.testing.assert_close(divided[-1], expected[-1][-1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(divided[-1], case.divided.execute(plans[-2])[-1], rtol=0, atol=1e-5)
+
+
+def generate(worker: Worker) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """`NUM_TOKENS` tokens each of `NUM_TEXTS` greedy texts and as many seeded samples, all in the same steps, and the
+    logits that each step chose from.
+    """
+    sequences = [random_tokens(index, 5 + index % NUM_TEXTS) for index in range(2 * NUM_TEXTS)]
+    own = tables(len(sequences))
+    starts, seen = [0] * len(sequences), []
+    for _ in range(NUM_TOKENS):
+        parts = zip(sequences, starts, own, strict=True)
+        logits = worker.execute(
+            StepPlan(tuple(piece(tokens, start, len(tokens), table, 1) for tokens, start, table in parts))
+        )
+        seen.append(logits)
+        starts = [len(tokens) for tokens in sequences]
+        chosen = logits[:NUM_TEXTS].argmax(dim=-1).tolist() + sampled(logits[NUM_TEXTS:], sequences[NUM_TEXTS:])
+        for tokens, token_id in zip(sequences, chosen, strict=True):
+            tokens.append(token_id)
+    return sequences, seen
+
+
+def sampled(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) -> list[int]:
+    filters = SamplingFilters(temperature=0.8, top_p=0.9)
+    distributions = filtered_distributions(logits, [FilterContext(filters, tokens, 5) for tokens in sequences])
+    positions = [len(tokens) for tokens in sequences]
+    return coupled_choices(distributions, range(len(sequences)), [1] * len(sequences), positions)[0]
+
+
+def test_twenty_greedy_texts_and_twenty_seeded_samples_are_the_same_on_two_ranks_but_for_ties(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    divided, seen = generate(case.divided)
+    alone, _ = generate(case.alone)
+    for index, (ours, theirs) in enumerate(zip(divided, alone, strict=True)):
+        if ours == theirs:
+            continue
+        assert index < NUM_TEXTS, "a seeded sample differs"
+        step = next(at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]) - (5 + index)
+        best, second = seen[step][index].topk(2).values.tolist()
+        with capsys.disabled():
+            print(f"\n{case.name}, text {index}: a tie after {step} tokens, {best - second:.1e} apart")
+        assert best - second < TIE
+
+
+def test_each_rank_holds_and_reads_its_part_only(case: Case) -> None:
+    for share in case.shares:
+        assert share["parameter_share"] <= MOST
+        assert share["kv_share"] <= MOST or case.name == "one KV head"  # a head cannot be divided
+        assert case.name == "gemma3" or share["share_read"] <= MOST  # transformers reads its own
+
+
+def test_a_divided_model_is_the_same_model(case: Case) -> None:
+    assert case.divided.shape == replace(case.alone.shape, kv_layout=None)
+
+
+def test_ranks_refuse_together_what_cannot_be_divided(rig: RankRig, tmp_path: Path) -> None:
+    def refusal(architecture: str, overrides: dict[str, Any] | None = None, **fields: Any) -> SpecdecError:
+        directory = build_tiny_model(
+            architecture, tmp_path / f"{architecture}{len(fields)}", config_overrides=overrides
+        )
+        with pytest.raises(SpecdecError) as caught:
+            rig.load(directory, **fields)
+        return caught.value
+
+    assert isinstance(error := refusal("gpt2"), Unsupported)
+    assert error.message == "--tensor-parallel: transformers has no plan for dividing a model of type gpt2"
+    assert isinstance(error := refusal("gemma3", {"num_key_value_heads": 1}), InvalidRequest)
+    assert error.message.startswith("--tensor-parallel 2 does not divide the model's 1 KV heads, and ranks of a model")
+    error = refusal("llama", {"num_attention_heads": 1, "num_key_value_heads": 1})
+    assert error.message == "--tensor-parallel 2 does not divide the model's 1 attention heads"
+    assert "--compile-backend auto or eager, not native" in refusal("llama", compile_backend="native").message
+    assert "does not divide int8 weights" in refusal("llama", dtype="int8").message
+    assert "no room for one block" in refusal("llama", kv_cache_bytes=1).message

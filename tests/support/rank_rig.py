@@ -1,0 +1,135 @@
+"""A group of ranks of which this process is the first; the others are child processes. One model after another.
+
+    with RankRig(2) as rig:
+        worker = rig.load(directory)
+        worker.execute(plan)
+
+For what a group computes; what becomes of one that loses a rank needs real replicas. Called by tests and, in the
+children, by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from specdec.engine.base import Worker
+from specdec.engine.parallel.follow import follow
+from specdec.engine.parallel.group import RankGroup, Seat, open_store
+from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.rank_loader import RankModel, load_rank
+from specdec.errors import SpecdecError
+
+_HOST = "127.0.0.1"
+_TOLD = ("parameter_share", "kv_share", "share_read")
+
+
+class RankRig:
+    """Ranks on this machine's CPU, one thread each."""
+
+    def __init__(self, num_ranks: int) -> None:
+        listener = socket.create_server((_HOST, 0))
+        port = listener.getsockname()[1]
+        self.shares: list[dict[str, float]] = []
+        """What each rank, the first one first, said of its part of the model that was loaded last."""
+        self._worker: Worker | None = None
+        self._children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.support.rank_rig", str(rank), str(num_ranks), str(port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(1, num_ranks)
+        ]
+        seat = Seat(0, num_ranks, _HOST, port, listener)
+        self.ranks = RankGroup(seat, open_store(seat), torch.device("cpu"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_worker()
+        for child in self._children:
+            child.communicate()
+        dist.destroy_process_group()
+
+    def load(self, directory: Path | str, **fields: Any) -> Worker:
+        """This rank's worker, which the others follow until the next one. Raises what `load_rank` does."""
+        self._close_worker()
+        wanted = {"model": str(directory), "device": "cpu", "dtype": "float32", **fields}
+        for child in self._children:
+            assert child.stdin is not None
+            print(json.dumps(wanted), file=child.stdin, flush=True)
+        outcome: Worker | SpecdecError
+        try:
+            outcome, own = _load(self.ranks, wanted)
+        except SpecdecError as error:
+            outcome, own = error, {}
+        answers = [json.loads(child.stdout.readline()) for child in self._children if child.stdout is not None]
+        if isinstance(outcome, SpecdecError):
+            assert [answer["error"] for answer in answers] == [outcome.message] * len(answers)
+            raise outcome
+        self.shares = [own, *answers]
+        self._worker = outcome
+        return outcome
+
+    def _close_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def _load(ranks: RankGroup, wanted: dict[str, Any]) -> tuple[Worker, dict[str, float]]:
+    """A rank's worker, and what it said of its part."""
+    told: dict[str, float] = {}
+    logger = logging.getLogger("specdec.engine.parallel")
+    with _Listening(logger, lambda record: told.update({k: v for k, v in vars(record).items() if k in _TOLD})):
+        return load_rank(RankModel(**wanted), ranks, Lifeline({})), told
+
+
+class _Listening(logging.Handler):
+    """Hears a logger's records within a `with` block."""
+
+    def __init__(self, logger: logging.Logger, hear: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__(logging.INFO)
+        self._logger, self._level_before, self.emit = logger, logger.level, hear  # type: ignore[method-assign]
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level_before)
+
+
+def _follow_all(rank: int, num_ranks: int, port: int) -> None:
+    seat = Seat(rank, num_ranks, _HOST, port)
+    ranks = RankGroup(seat, open_store(seat), torch.device("cpu"))
+    for line in sys.stdin:
+        try:
+            worker, told = _load(ranks, json.loads(line))
+        except SpecdecError as error:
+            print(json.dumps({"error": error.message}), flush=True)
+            continue
+        # Before it follows: the first rank checks itself against the others before it looks here.
+        print(json.dumps(told), flush=True)
+        follow(ranks, worker)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _follow_all(*map(int, sys.argv[1:]))
