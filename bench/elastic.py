@@ -13,7 +13,7 @@ from bench.simulated_system import write_tokenizer
 
 SUITE = "elastic"
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
-FIGURES = ["pools"]
+FIGURES = ["pools", "prefixes"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,3 +41,9 @@ class _Suite:
         from bench.elastic_pools import measure_pools
 
         return measure_pools(self._tokenizer_dir, partial(self._row, simulated=True), quick=self._quick)
+
+    def prefixes(self) -> list[Row]:
+        """What coordinators that share replicas know of each other."""
+        from bench.elastic_prefixes import measure_prefixes
+
+        return measure_prefixes(self._tokenizer_dir, self._num_runs, partial(self._row, simulated=True))
