@@ -13,7 +13,7 @@ from bench.simulated_system import write_tokenizer
 
 SUITE = "elastic"
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
-FIGURES = ["pools", "prefixes"]
+FIGURES = ["pools", "prefixes", "tier"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,3 +47,9 @@ class _Suite:
         from bench.elastic_prefixes import measure_prefixes
 
         return measure_prefixes(self._tokenizer_dir, self._num_runs, partial(self._row, simulated=True))
+
+    def tier(self) -> list[Row]:
+        """A session returns on a replica that never saw it, with and without the cold tier."""
+        from bench.elastic_tier import measure_tier
+
+        return measure_tier(self._num_runs, self._row)
