@@ -144,7 +144,11 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         return own
     lead = LeadWorker(own, ranks, lifeline)
     if reference is not None:
-        require_same(lead, reference, config.model_type)
+        try:
+            require_same(lead, reference, config.model_type)
+        except BaseException:
+            lead.close()
+            raise
         _log.info("self-check passed")
     return lead
 
