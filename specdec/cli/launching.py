@@ -72,6 +72,7 @@ class Launcher:
         """Starts the coordinator."""
         tokenizer = self._args.tokenizer or self._served.target
         arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
+        arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
 
@@ -132,6 +133,8 @@ class Launcher:
                 given += [flag, str(number)]
         if self._args.max_context_tokens is not None:
             given += ["--max-context-tokens", str(self._args.max_context_tokens)]
+        if self._args.kv_tier_url:
+            given += ["--kv-tier-url", self._args.kv_tier_url]
         return given
 
     def _common(self) -> list[str]:

@@ -29,6 +29,10 @@ UTILIZATION_ALONE = 0.9
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+#: Values of `--draft` that name no model.
+_LOOKUPS = ("ngram", "suffix")
+
+
 class Usage(Exception):
     """Flags that make no sense, alone or together."""
 
@@ -42,13 +46,31 @@ class Models:
     """"" for target-only."""
 
 
+class _Draft(argparse.Action):
+    """Tells a model from the kinds of drafts that need none: `draft` is the model, `lookup` are the kinds."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
+    ) -> None:
+        if given in _LOOKUPS:
+            namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
+        elif namespace.draft:
+            raise argparse.ArgumentError(self, f"{namespace.draft} and {given} are two models; there can be one")
+        else:
+            namespace.draft = given
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
     model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
     parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
     parser.add_argument(
-        "--draft", **model, help="draft model, for speculation; default: the demo pair's, beside another target none"
-    )
+        "--draft", **model, action=_Draft,
+        help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
+        "drafts found in the session's text, or in other outputs as well, without a model. Repeatable: where "
+        "nothing is found the model is asked",
+    )  # fmt: skip
+    parser.set_defaults(lookup=())
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
     )
@@ -64,6 +86,10 @@ def add_parser(commands: Any) -> None:
         "local (one started for this); needs the package ray",
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
+    parser.add_argument(
+        "--kv-tier-url", default="", metavar="URL",
+        help="a second Redis (maxmemory-policy allkeys-lru) for KV that replicas do not hold; default: none",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
@@ -112,6 +138,8 @@ def check(args: argparse.Namespace) -> None:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
         raise Usage("--replicas-draft without --draft: name a draft with the target's vocabulary")
+    if args.ray_address not in ("", "auto", "local"):
+        _split("--ray-address", args.ray_address)
     if args.ray_address not in ("", "local") and args.redis_url == "memory://":
         raise Usage("--ray-address needs --redis-url: a Redis that every node of the cluster reaches")
     if args.target.startswith(SIMULATED_PREFIX) and not args.tokenizer:
@@ -135,10 +163,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def num_drafts(args: argparse.Namespace) -> int:
-    """Draft replicas: none beside a target of the caller's that comes alone."""
+    """Draft replicas: none beside a target of the caller's that comes alone, or where only text is looked at."""
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
-    return 0 if args.target and not args.draft else 1
+    return 0 if (args.target or args.lookup) and not args.draft else 1
 
 
 def num_ranks(args: argparse.Namespace, role: str) -> int:

@@ -8,8 +8,10 @@ own outputs. Imports ray when called, never before. Not here: what is placed (`p
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any, TextIO
 
+from specdec.config import check_dialable
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable, Unsupported
 from specdec.rpc.channels import dial_blocking
 
@@ -61,9 +63,14 @@ def connect(address: str, namespace: str) -> Any:
         Unsupported: Ray is not installed, or the cluster has another version.
         Unavailable: nobody answers there in time, or this machine is none of its nodes.
     """
+    if address != "auto":
+        try:
+            check_dialable(address)
+        except ValueError as error:
+            raise InvalidRequest(f"--ray-address {error}", field="ray_address") from error
     ray = import_ray()
     resolved = _resolve(address)
-    _require_answer(resolved, ray.__version__)
+    _require_answer(resolved, ray.__version__, told=f"--ray-address {address}")
     try:
         ray.init(address=resolved, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (RuntimeError, ConnectionError, ValueError) as error:
@@ -84,28 +91,26 @@ def _resolve(address: str) -> str:
         return str(canonicalize_bootstrap_address_or_die(address))
     except ConnectionError as error:
         raise Unavailable(f"--ray-address {address}: no Ray runs on this machine") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # a name that nobody knows
         raise InvalidRequest(f"--ray-address {address}: {first_sentence(error)}", field="ray_address") from error
 
 
-def _require_answer(address: str, version: str) -> None:
+def _require_answer(address: str, version: str, told: str) -> None:
     """Raises Unavailable where no cluster's head answers, Unsupported where one of another version does."""
     import grpc
-    from ray._raylet import AuthenticationTokenLoader
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-    token = AuthenticationTokenLoader.instance().get_token_for_http_header(ignore_auth_mode=True)
+    tokens = import_module("ray._raylet").AuthenticationTokenLoader.instance()
+    token = tokens.get_token_for_http_header(ignore_auth_mode=True)
     with dial_blocking(address) as channel:
         head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         ask = gcs_service_pb2.CheckAliveRequest()
         try:
             reply = head.CheckAlive(ask, timeout=ANSWER_TIMEOUT_S, metadata=tuple(token.items()))
         except grpc.RpcError as error:
-            raise Unavailable(
-                f"--ray-address {address}: {_REFUSALS.get(error.code().name, error.details())}"
-            ) from error
+            raise Unavailable(f"{told}: {_REFUSALS.get(error.code().name, error.details())}") from error
     if reply.ray_version != version:
-        raise Unsupported(f"--ray-address {address}: its Ray is {reply.ray_version}, ours {version}")
+        raise Unsupported(f"{told}: its Ray is {reply.ray_version}, ours {version}")
 
 
 def error_line(error: SpecdecError) -> str:

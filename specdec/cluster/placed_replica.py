@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace, flags: Sequence[str], say: TextIO) -> int:
         has_gpus = args.gpus == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         needs = Needs(args.ranks, args.cpus, 1.0 if has_gpus else 0.0)
         _tell(say, f"asking Ray for {needs}")
-        with Placement(ray, f"specdec-{args.name}", needs) as placement:
+        with Placement(ray, args.name, needs) as placement:
             replica = _Replica(ray, args, flags, placement)
             _tell(say, f"placed on node {placement.address}")
             if args.metrics:

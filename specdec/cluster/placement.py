@@ -87,7 +87,7 @@ class Placement:
         if self._needs.num_ranks > 1:
             bundle = {"CPU": self._needs.num_cpus, "GPU": self._needs.num_gpus}
             bundles = [{name: number for name, number in bundle.items() if number}] * self._needs.num_ranks
-            self._group = self._ray.util.placement_group(bundles, strategy="STRICT_PACK", name=self._name)
+            self._group = self._ray.util.placement_group(bundles, strategy="STRICT_PACK", name=f"specdec-{self._name}")
             if not self._group.wait(PLACE_TIMEOUT_S):
                 raise self._no_room()
         self.hosts = [self._start(rank) for rank in range(self._needs.num_ranks)]
@@ -101,7 +101,7 @@ class Placement:
         self.address, self.free_port = places[0]
 
     def _start(self, rank: int) -> Any:
-        name = self._name if self._needs.num_ranks == 1 else f"{self._name}-rank-{rank}"
+        name = f"specdec-{self._name}" + (f"-rank-{rank}" if self._needs.num_ranks > 1 else "")
         if self._group is None:
             strategy: Any = "SPREAD"
         else:

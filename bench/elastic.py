@@ -1,0 +1,43 @@
+"""Suite `elastic`: replicas that come and go, models over several ranks, KV and prefixes found again.
+
+Each part is a file of its own (`elastic_*.py`), with what it measures and against what. Not here: any measurement.
+"""
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from bench.rows import Origin, Row
+from bench.simulated_system import write_tokenizer
+
+SUITE = "elastic"
+NUM_RUNS, NUM_QUICK_RUNS = 9, 2
+FIGURES = ["pools"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the choice of parts."""
+    parser.add_argument("--rows", nargs="+", choices=FIGURES, default=FIGURES, help="only these parts")
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure and return the rows; prints nothing but progress."""
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        suite = _Suite(write_tokenizer(Path(folder)), arguments.quick)
+        return [row for name in arguments.rows for row in getattr(suite, name)()]
+
+
+class _Suite:
+    """The parts, each with processes of its own; a part is imported when it is run."""
+
+    def __init__(self, tokenizer_dir: Path, quick: bool) -> None:
+        self._tokenizer_dir, self._quick = tokenizer_dir, quick
+        self._num_runs = NUM_QUICK_RUNS if quick else NUM_RUNS
+        self._row = partial(Row, suite=SUITE, origin=Origin(), quick=quick)
+
+    def pools(self) -> list[Row]:
+        """A second pair is added under load, and the first one leaves."""
+        from bench.elastic_pools import measure_pools
+
+        return measure_pools(self._tokenizer_dir, partial(self._row, simulated=True), quick=self._quick)

@@ -1,0 +1,148 @@
+"""Replicas on a Ray cluster of three nodes: placed, scaled, and lost with their node, under load. Simulated engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.simulated_system import write_tokenizer
+from specdec.client import Client
+from tests.support.ray_nodes import NUM_CPUS, RayNodes, descendants
+from tests.support.redis_fixture import RedisServer
+from tests.support.steady_load import SteadyLoad
+from tests.support.up_rig import specdec, start_up, wait_until_gone
+
+pytest.importorskip("ray")
+
+PAIR = "simulated:8b-0.6b"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with RayNodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def flags(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Of `specdec up` on the cluster."""
+    redis = RedisServer(tmp_path_factory.mktemp("redis"))
+    redis.start()
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    yield [
+        *("--ray-address", nodes.address, "--redis-url", redis.url, "--device", "cpu"),
+        *("--target", PAIR, "--draft", PAIR, "--tokenizer", str(tokenizer)),
+    ]
+    redis.stop()
+
+
+@pytest.fixture(scope="module")
+def system(nodes: RayNodes, flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running `specdec up` and its endpoint; its own end is a test's."""
+    up, endpoint = start_up(*flags, **nodes.environ)
+    yield up, endpoint
+    up.kill()
+    up.communicate()
+
+
+def services(nodes: RayNodes, module: str) -> list[int]:
+    """Processes of a service, on whichever node."""
+    found = []
+    for pid in {pid for raylet in nodes.raylets for pid in descendants(raylet)}:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if module.encode() in words:
+            found.append(pid)
+    return sorted(found)
+
+
+def alive(endpoint: str, role: str) -> int:
+    with Client(endpoint) as client:
+        return sum(len(pool.replicas) for pool in client.info().pools if pool.role == role)
+
+
+def scale(endpoint: str, *counts: str) -> None:
+    scaled = specdec("scale", *counts, "--endpoint", endpoint)
+    assert (scaled.returncode, scaled.stdout) == (0, " ".join(counts) + "\n"), scaled.stderr
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    while not done():
+        time.sleep(0.05)
+
+
+def wait_for_all_streams(load: SteadyLoad) -> None:
+    """Each of them ends another output."""
+    before = list(load.outputs_ended)
+    wait_until(lambda: bool(load.faults) or all(now > was for now, was in zip(load.outputs_ended, before, strict=True)))
+
+
+def test_a_pair_that_is_added_is_on_another_node_and_the_first_leaves_without_a_lost_token(
+    nodes: RayNodes, system: tuple[subprocess.Popen[str], str]
+) -> None:
+    _, endpoint = system
+    (first,) = services(nodes, "target_service")
+    with SteadyLoad(endpoint, num_streams=4) as load:
+        scale(endpoint, "target=2", "draft=2")
+        targets = services(nodes, "target_service")
+        assert {nodes.node_of(pid) for pid in targets} == {0, 1}
+        wait_for_all_streams(load)
+        scale(endpoint, "target=1", "draft=1")
+        assert len(services(nodes, "target_service")) == 1
+        assert first not in services(nodes, "target_service")
+        wait_for_all_streams(load)
+    assert load.faults == []
+    wait_until(lambda: nodes.free_cpus() == 2 * NUM_CPUS - 2)
+
+
+def test_more_than_any_node_has_is_one_line_at_once_and_takes_nothing(nodes: RayNodes) -> None:
+    free = nodes.free_cpus()
+    command = [sys.executable, "-m", "specdec.cluster.placed_replica", "--ray-address", nodes.address]
+    command += ["--name", "target-7", "--role", "target", "--cpus", "9", "--", "--model", PAIR]
+    refused = subprocess.run(command, capture_output=True, text=True, env=os.environ | nodes.environ)
+    assert refused.returncode == 1
+    assert refused.stdout.splitlines()[-1] == (
+        "error: RESOURCE_EXHAUSTED QUOTA_EXCEEDED: target-7 needs 9 CPU, the largest node of the Ray cluster has 4 CPU"
+    )
+    assert nodes.free_cpus() == free
+
+
+def test_a_node_that_is_lost_under_load_costs_no_token_and_its_replicas_come_back_on_another(
+    nodes: RayNodes, system: tuple[subprocess.Popen[str], str]
+) -> None:
+    _, endpoint = system
+    (target,) = services(nodes, "target_service")
+    with SteadyLoad(endpoint, num_streams=4) as load:
+        nodes.kill(nodes.node_of(target))
+        wait_for_all_streams(load)
+        wait_until(lambda: len(services(nodes, "target_service")) == len(services(nodes, "draft_service")) == 1)
+        wait_until(lambda: alive(endpoint, "target") == alive(endpoint, "draft") == 1)
+        wait_for_all_streams(load)
+    assert load.faults == []
+
+
+def test_the_end_of_up_is_the_end_of_its_actors_and_services(
+    nodes: RayNodes, system: tuple[subprocess.Popen[str], str]
+) -> None:
+    up, _ = system
+    running = [*descendants(up.pid), *services(nodes, "target_service"), *services(nodes, "draft_service")]
+    assert len(running) >= 5
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(60) == 0
+    wait_until_gone(running)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS)
+
+
+def test_the_end_of_up_by_force_is_the_end_of_its_actors_and_services(nodes: RayNodes, flags: list[str]) -> None:
+    up, _ = start_up(*flags, "--replicas-draft", "0", **nodes.environ)
+    running = [*descendants(up.pid), *services(nodes, "target_service"), *services(nodes, "draft_service")]
+    os.kill(up.pid, signal.SIGKILL)
+    up.communicate()
+    wait_until_gone(running)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS)

@@ -1,0 +1,117 @@
+"""A Ray cluster of three nodes on this machine: `python -m tests.support.ray_nodes`, in a process of its own.
+
+Ray takes over signals and outputs of the process that starts it, so tests hold it by a pipe: `RayNodes`. The head has
+no CPUs to give; each of the two other nodes has four.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+NUM_CPUS = 4
+
+
+class RayNodes:
+    """Runs while the context is open; nothing of it is left behind."""
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.mkdtemp(prefix="specdec-ray-nodes-", dir="/tmp")  # paths of sockets are short
+        environ = {**os.environ, "RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
+        self.environ = {"RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.ray_nodes"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
+        )  # fmt: skip
+        started = self._read()
+        self.address: str = started["address"]
+        self.raylets: list[int] = started["raylets"]
+        """Process ids of the two nodes that take replicas, of those that live."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def free_cpus(self) -> float:
+        """That no actor has."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._read()["free_cpus"])
+
+    def node_of(self, pid: int) -> int:
+        """Index in `raylets` of the node that a process runs on."""
+        (index,) = [index for index, raylet in enumerate(self.raylets) if pid in descendants(raylet)]
+        return index
+
+    def kill(self, index: int) -> None:
+        """A node is gone from one moment to the next, with all that ran on it."""
+        raylet = self.raylets.pop(index)
+        lost = [raylet, *descendants(raylet)]
+        for pid in lost:  # nobody does anything more, while the others are being killed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        for pid in lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found[1:]
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(num_cpus=NUM_CPUS, wait=False) for _ in range(2)]
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
+    print(json.dumps({"address": cluster.address, "raylets": raylets}), file=out)
+    for _ in sys.stdin:
+        print(json.dumps({"free_cpus": ray.available_resources().get("CPU", 0.0)}), file=out)
+    ray.shutdown()
+    with contextlib.suppress(Exception):  # a node that was killed
+        cluster.shutdown()
+    while [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}").exists()]:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
