@@ -17,6 +17,7 @@ from specdec.cli.up_flags import (
     Models,
     counts,
     later_metrics_address,
+    num_ranks,
     utilization,
     value,
 )
@@ -85,6 +86,8 @@ class Launcher:
         if self._ray_address:
             return self._placed_replica(name, role)
         arguments = [*self._replica_arguments(role), "--listen", f"127.0.0.1:{self._free_port()}"]
+        if (ranks := num_ranks(self._args, role)) > 1:
+            arguments += ["--tensor-parallel", str(ranks)]
         return Child(
             name,
             f"{role}_service",
@@ -98,6 +101,7 @@ class Launcher:
         args = self._args
         num_cpus = value(args, f"--num-threads-{role}") or self._environ.get("OMP_NUM_THREADS") or 1
         placed = ["--ray-address", self._ray_address, "--name", name, "--role", role, "--cpus", str(num_cpus)]
+        placed += ["--ranks", str(num_ranks(args, role))]
         placed += ["--gpus", "none" if args.device == "cpu" else "auto", *(["--metrics"] if args.metrics else [])]
         share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
         of_device = value(args, f"--gpu-memory-utilization-{role}") or UTILIZATION_ALONE  # no other rank is on its GPU

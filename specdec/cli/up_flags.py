@@ -81,6 +81,11 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--replicas-draft", type=int, metavar="N", help="default 1; 0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N",
+        help="divide each target's model among N processes, on GPUs of their own or on shares of the cores; default 1",
+    )  # fmt: skip
+    parser.add_argument("--tensor-parallel-draft", type=int, default=1, metavar="N", help="each draft's; default 1")
     for role, share in _UTILIZATION.items():
         parser.add_argument(
             f"--gpu-memory-utilization-{role}", type=float, metavar="SHARE",
@@ -116,6 +121,8 @@ def check(args: argparse.Namespace) -> None:
     if args.max_context_tokens is not None and args.max_context_tokens < 1:
         raise Usage("--max-context-tokens must be at least 1")
     for role in ROLES:
+        if num_ranks(args, role) < 1:
+            raise Usage("--tensor-parallel and --tensor-parallel-draft must be at least 1")
         if not 0 < utilization(args, role) <= 1:
             raise Usage(f"--gpu-memory-utilization-{role} must be above 0 and at most 1")
         for flag in (f"--kv-cache-bytes-{role}", f"--num-threads-{role}"):
@@ -209,6 +216,11 @@ def names_of(args: argparse.Namespace) -> list[str]:
 def counts(args: argparse.Namespace) -> dict[str, int]:
     """Replicas of each role that are started."""
     return {"target": int(args.replicas_target), "draft": num_drafts(args)}
+
+
+def num_ranks(args: argparse.Namespace, role: str) -> int:
+    """Processes that each replica's model is divided among."""
+    return int(args.tensor_parallel if role == "target" else args.tensor_parallel_draft)
 
 
 def utilization(args: argparse.Namespace, role: str) -> float:

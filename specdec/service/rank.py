@@ -197,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("role", choices=["draft", "target"])
     for flag in ("--rank", "--world-size", "--store-port"):
         parser.add_argument(flag, type=int, default=0)
+    parser.add_argument("--local-rank", type=int)
     parser.add_argument("--store-host", default="127.0.0.1")
     given = list(sys.argv[1:] if argv is None else argv)
     own_end = given.index("--")
@@ -210,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store_port=args.store_port,
         publish_store=lambda port: print(f"store {port}", flush=True),
         note_serving=lambda: print("serving", flush=True),
+        local_rank=args.local_rank,
     )
 
 
