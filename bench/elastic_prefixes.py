@@ -1,10 +1,9 @@
 """What coordinators that share replicas know of each other: prefixes by way of Redis, load by what the target says.
 
 Real processes around simulated engines and a redis-server. First, how much of a prefix that many sessions begin with is
-served from replicas' caches, with the directory and, beside it, with sessions placed by load alone. A session begins
-once the one before it has been read: sessions that begin together read together, whoever knows of them. Second, gamma
-auto of two coordinators on one target against one coordinator with all the streams. Part of the suite `elastic`, which
-calls this.
+served from replicas' caches, with the directory and, beside it, with sessions placed by load alone. One session follows
+the other: sessions that begin together read together, whoever knows of them. Second, gamma auto of two coordinators on
+one target against one coordinator with all the streams. Part of the suite `elastic`, which calls this.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +22,7 @@ from bench.streams import StreamProcess, StreamRequest, StreamRun
 
 PREFIX_TOKENS = 1_000
 NUM_SESSIONS = 32
-#: Reading the prefix takes 130 ms of a target of this pair.
 PREFIX_PAIR = "simulated:8b-0.6b,predraft=off"
-SPACING_S = 0.25
 #: The agreed case, and documents that a few sessions each ask about.
 NUM_PREFIXES = (1, 8)
 
@@ -68,7 +65,6 @@ def _cached_share(tokenizer_dir: Path, num_prefixes: int, directory: str) -> flo
         StreamRequest(
             [*range(1 + 1_000 * prefix, 1 + 1_000 * prefix + PREFIX_TOKENS), 100_000 + index],
             {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.0, "seed": index, "gamma": 4},
-            offset_s=SPACING_S * index,
         )
         for index in range(NUM_SESSIONS)
         for prefix in [index // 2 % num_prefixes]
@@ -82,8 +78,10 @@ def _cached_share(tokenizer_dir: Path, num_prefixes: int, directory: str) -> flo
             num_coordinators=2,
             coordinator_arguments=("--prefix-directory", directory),
         ) as system,
+        StreamProcess(system.endpoints[0]) as one,
+        StreamProcess(system.endpoints[1]) as other,
     ):
-        runs = _run_through(system.endpoints, [requests[0::2], requests[1::2]])
+        runs = [run for index, request in enumerate(requests) for run in (one, other)[index % 2].run([request])]
     return sum(min(run.num_cached_prompt_tokens, PREFIX_TOKENS) for run in runs) / (NUM_SESSIONS * PREFIX_TOKENS)
 
 

@@ -76,8 +76,8 @@ def best_gamma(pair: SimulatedPair, max_gamma: int = 16) -> int:
 
 
 @contextlib.contextmanager
-def redis_server() -> Iterator[str]:
-    """A `redis-server` of our own without persistence; yields its URL.
+def redis_server(arguments: Sequence[str] = ()) -> Iterator[str]:
+    """A `redis-server` of our own without persistence, with further `arguments`; yields its URL.
 
     Raises:
         RuntimeError: none is installed.
@@ -88,7 +88,7 @@ def redis_server() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="specdec-bench-redis-") as folder:
         (port,) = free_ports(1)
         command = [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
-        process = subprocess.Popen([*command, "--appendonly", "no"], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([*command, "--appendonly", "no", *arguments], stdout=subprocess.DEVNULL)
         try:
             url = f"redis://127.0.0.1:{port}/0"
             with redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.02), 500)) as client:

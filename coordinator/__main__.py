@@ -15,6 +15,8 @@ from contextlib import AsyncExitStack
 from coordinator.config import CoordinatorSettings
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from coordinator.text.tokenizer import ServedTokenizer
@@ -66,8 +68,9 @@ async def _serve(settings: CoordinatorSettings) -> None:
         pools = _build_pools(settings, tokenizer.fingerprint, server, ending)
         ending.push_async_callback(pools.close)
         directory = store.prefixes() if settings.prefix_directory == "on" else None
+        history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
         generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
-                                  metrics=metrics, directory=directory)  # fmt: skip
+                                  metrics=metrics, directory=directory, history=history)  # fmt: skip
         default_mode = Mode[settings.default_mode.upper()]
         CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
         if settings.metrics:
@@ -103,6 +106,7 @@ def _build_pools(
         open_link,
         static_endpoints=static,
         registry=registry,
+        lookup_pools=settings.lookup,
         poll_interval_s=settings.poll_interval_s,
         on_readiness=tell_health,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.config import Address, AddressList, ServiceSettings, TenantName
+from specdec.config import Address, AddressList, ServiceSettings, TenantName, split_commas
 from specdec.tenant import DEFAULT_TENANT
+
+LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
 
 
 class CoordinatorSettings(ServiceSettings):
@@ -35,6 +37,14 @@ class CoordinatorSettings(ServiceSettings):
     prefix_directory: Literal["on", "off"] = "on"
     """Note in Redis which replicas hold which prefixes, and send new sessions to one that holds theirs, unless it is
     busier by more than that saves. off: by load alone."""
+
+    lookup: LookupKinds = ()
+    """Drafts found in text, without a model: ngram (what followed the last repeat in the session) or suffix (what has
+    most often followed, in this tenant's other sessions as well); repeatable. Each is a draft pool of its name, the
+    first is what requests get that name none, and where nothing is found a draft model is asked if there is one."""
+
+    lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
+    """Tokens of past outputs that suffix drafts look at; about 100 bytes each, in this coordinator's memory alone."""
 
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
     """Speculation mode of requests that name none."""

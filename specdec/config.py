@@ -45,6 +45,7 @@ _MAX_SHOWN_CHARACTERS = 64
 #: What `--help` calls the value of a flag, by how the flag ends; else by its type.
 _VALUE_NAMES = {
     **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
+    "lookup": "KIND",
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
     "config": "FILE",
@@ -155,7 +156,7 @@ def _server_of(url: str) -> tuple[str | None, int | None, str]:
     return (None, None, parts.path) if parts.scheme == "unix" else (parts.hostname, parts.port or 6379, "")
 
 
-def _split_commas(value: object) -> object:
+def split_commas(value: object) -> object:
     """Lists come as repeated flags, as comma-separated environment values, or as TOML arrays."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -168,7 +169,7 @@ Address = Annotated[str, AfterValidator(_required_address)]
 OptionalAddress = Annotated[str, AfterValidator(_checked_address)]
 """HOST:PORT, or "" for none."""
 
-AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
+AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_commas)]
 """Several HOST:PORT: a repeated flag, or one comma-separated value."""
 
 RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]

@@ -95,7 +95,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             vocabulary_size=target.vocabulary_size,
             max_context_tokens=self._pools.max_context_tokens,
             max_gamma=self._pools.max_gamma,
-            pools=encode_pools(self._pools.all_replicas(), self._generations.draft_figures),
+            pools=encode_pools(self._pools.all_replicas(), self._pools.lookup_pools, self._generations.draft_figures),
         )
 
     def _limits(self) -> ServingLimits:

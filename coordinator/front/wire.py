@@ -186,10 +186,11 @@ def encode_session(record: SessionRecord, token_ids: Iterable[int]) -> coordinat
 
 
 def encode_pools(
-    replicas: Iterable[Replica[Any]], draft_figures: Callable[[str], DraftFigures]
+    replicas: Iterable[Replica[Any]], lookup_pools: Iterable[str], draft_figures: Callable[[str], DraftFigures]
 ) -> list[coordinator_pb2.PoolInfo]:
-    """The live ones of the replicas, by role and pool; a draft pool with what `draft_figures` tells of it."""
-    pools: dict[tuple[str, str], coordinator_pb2.PoolInfo] = {}
+    """The live ones of the replicas, by role and pool, and the pools that need none; a draft pool with what
+    `draft_figures` tells of it."""
+    pools = {(DRAFT, name): coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=name) for name in lookup_pools}
     for replica in replicas:
         engine = replica.info
         if engine is None or not replica.is_alive:

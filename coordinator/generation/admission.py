@@ -21,10 +21,12 @@ from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.request_log import LoggedRequest, check_held, check_same_request
 from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.generation.tails import Tails
+from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk
+from coordinator.round.draft_kinds import DraftKinds
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import NotFound, ResourceExhausted, SessionBusy, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics
@@ -60,8 +62,13 @@ class Generations:
         tokenizer: ServedTokenizer,
         metrics: CoordinatorMetrics,
         directory: PrefixDirectory | None = None,
+        history: TokenHistory | None = None,
     ) -> None:
-        """`directory`: of the store's tenant; None: sessions are placed by load alone."""
+        """
+        Args:
+            directory: of the store's tenant; None: sessions are placed by load alone.
+            history: of the same tenant, for drafts found in text; None: they look at their own session alone.
+        """
         self._settings = settings
         self._store = store
         self._metrics = metrics
@@ -71,9 +78,11 @@ class Generations:
         self._removal = SessionRemoval(store, self._tails, placement, pools, settings.tenant)
         self._prefixes = Prefixes(directory)
         self._beginnings = Beginnings(store, leases, pools, tokenizer, self._removal, self._prefixes)
+        self._draft_kinds = DraftKinds(pools, history)
         self._assembly = GenerationAssembly(
             store=store, pools=pools, placement=placement, removal=self._removal, prefixes=self._prefixes,
-            metrics=metrics, draft_timeout_s=settings.draft_timeout_s, tenant=settings.tenant,
+            draft_kinds=self._draft_kinds, metrics=metrics, draft_timeout_s=settings.draft_timeout_s,
+            tenant=settings.tenant,
         )  # fmt: skip
         self._running: dict[str, Generation] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -86,7 +95,7 @@ class Generations:
 
     def draft_figures(self, draft_pool: str) -> DraftFigures:
         """What requests have shown here of a draft pool."""
-        return self._assembly.draft_figures(draft_pool)
+        return self._draft_kinds.figures(draft_pool)
 
     async def open(self, request: GenerationRequest) -> Subscription:
         """Starts, joins, resumes or replays the generation a request means.

@@ -7,7 +7,6 @@ with (`beginnings`), which of them run (`admission`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import partial
 
 from coordinator.generation.accounting import Account
@@ -21,14 +20,14 @@ from coordinator.generation.stream import OutputStream
 from coordinator.replicas.placement import Placement, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
-from coordinator.requests import DraftFigures, GenerationIdentity
-from coordinator.round.draft_clock import DraftClock
-from coordinator.round.gamma import GammaChooser, PoolRecord
+from coordinator.requests import GenerationIdentity
+from coordinator.round.draft_kinds import DraftKinds
 from coordinator.round.runner import RoundRunner
+from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
+from coordinator.round.target_calls import TargetCalls
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import Lease, SessionStore
-from specdec.types import Mode
 
 
 class GenerationAssembly:
@@ -42,6 +41,7 @@ class GenerationAssembly:
         placement: Placement,
         removal: SessionRemoval,
         prefixes: Prefixes,
+        draft_kinds: DraftKinds,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
         tenant: str,
@@ -51,18 +51,12 @@ class GenerationAssembly:
         self._placement = placement
         self._removal = removal
         self._prefixes = prefixes
+        self._draft_kinds = draft_kinds
         self._tenant = tenant
         self._metrics = metrics
         self._draft_timeout_s = draft_timeout_s
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
-        self._pool_records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
-        self._draft_clocks: defaultdict[str, DraftClock] = defaultdict(DraftClock)
-
-    def draft_figures(self, draft_pool: str) -> DraftFigures:
-        """What requests have shown of a draft pool."""
-        record = self._pool_records.get(draft_pool)
-        return DraftFigures(None, None) if record is None else DraftFigures(record.measured_alpha, record.mean_gamma)
 
     def start(self, beginning: Beginning) -> tuple[Generation, GenerationParts]:
         """Starts a generation's task. Nothing is awaited, so that a lease taken before is always owned by somebody."""
@@ -76,13 +70,7 @@ class GenerationAssembly:
             store=self._store,
             lease=lease,
             lease_keeper=self._lease_keeper,
-            runner=RoundRunner(
-                self._round_setting(identity, lease),
-                tokens,
-                replicas,
-                self._gamma(identity),
-                self._draft_clocks[replicas.draft_pool],
-            ),
+            runner=self._runner(beginning, replicas),
             replicas=replicas,
             prefixes=self._prefixes,
             tokens=tokens,
@@ -92,21 +80,30 @@ class GenerationAssembly:
             stream=stream,
             publisher=Publisher(self._store, self._commits, lease, tokens, stream, account),
             on_failure_without_output=partial(self._discard, beginning),
+            remember_output=self._draft_kinds.remember,
         )
         return Generation(identity, parts), parts
 
     async def close(self) -> None:
         """To be called when no generation runs. Idempotent."""
         await self._lease_keeper.close()
+        await self._draft_kinds.close()
 
     def _replicas(self, beginning: Beginning) -> SessionReplicas:
         parameters = beginning.identity.parameters
         replicas = self._placement.session(beginning.identity.session_id)
-        replicas.draft_pool = parameters.speculation.draft_pool
+        replicas.draft_pool = self._pools.model_pool(parameters.speculation.draft_pool)
         replicas.target_fingerprint = parameters.target_fingerprint
         replicas.truncate_to(beginning.agreed_len, assumed_len=0 if beginning.is_new_session else beginning.agreed_len)
         replicas.begin_turn(beginning.agreed_len, beginning.homes, beginning.prefix_tokens)
         return replicas
+
+    def _runner(self, beginning: Beginning, replicas: SessionReplicas) -> RoundRunner:
+        identity, tokens = beginning.identity, beginning.tokens
+        setting = self._round_setting(identity, beginning.lease)
+        calls = SessionCalls(setting, tokens, replicas)
+        drafts = self._draft_kinds.source(identity.parameters.speculation, setting, tokens, replicas, calls)
+        return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls))
 
     def _round_setting(self, identity: GenerationIdentity, lease: Lease) -> RoundSetting:
         sampling = identity.parameters.sampling
@@ -122,14 +119,6 @@ class GenerationAssembly:
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
             tenant=self._tenant,
-        )
-
-    def _gamma(self, identity: GenerationIdentity) -> GammaChooser:
-        speculation = identity.parameters.speculation
-        return GammaChooser(
-            self._pool_records[speculation.draft_pool],
-            fixed=0 if speculation.mode is Mode.OFF else speculation.gamma,
-            max_gamma=self._pools.max_gamma,
         )
 
     async def _discard(self, beginning: Beginning) -> None:

@@ -113,7 +113,7 @@ class Beginnings:
         tokens = SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()])
 
         # Asked for in the same turn of the event loop as the lease, and so in the same round trip.
-        looking_up = asyncio.create_task(self._prefixes.look_up(len(tokens), tokens.prefix_hash))
+        looking_up = self._prefixes.look_up(len(tokens), tokens.prefix_hash)
         lease = await self._leases.acquire(session_id, create=record is None)
         is_new = False
         try:
@@ -136,7 +136,7 @@ class Beginnings:
                 agreed_len=prompt.keep,
                 is_new_session=is_new,
                 homes=fresh.homes,
-                prefix_tokens=await looking_up,
+                prefix_tokens=await self._prefixes.answer(looking_up),
             )
         except BaseException:
             await asyncio.shield(self._give_up(lease, is_new=is_new))
@@ -170,7 +170,8 @@ class Beginnings:
                 return logged
             logged = await on_a_served_model(logged, lease, self._store, self._pools)
             tokens = SessionTokens(logged.token_ids)
-            prefix_tokens = await self._prefixes.look_up(len(tokens), tokens.prefix_hash)
+            looking_up = self._prefixes.look_up(len(tokens), tokens.prefix_hash)
+            prefix_tokens = await self._prefixes.answer(looking_up)
         except BaseException:
             await asyncio.shield(self._give_up(lease, is_new=False))
             raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.generation.accounting import Account
@@ -52,6 +52,8 @@ class GenerationParts:
     publisher: Publisher
     on_failure_without_output: Callable[[], Awaitable[None]]
     """Called when the generation failed before its first token; the lease is still held."""
+    remember_output: Callable[[Sequence[int]], None]
+    """Told what the request has said, however it ended."""
 
 
 class Generation:
@@ -139,6 +141,7 @@ class Generation:
     async def _clean_up(self, error: SpecdecError | None) -> None:
         """Lets the last commit end, then gives the lease back."""
         await self._parts.publisher.close()
+        self._parts.remember_output(self._parts.tokens.tail(self._identity.output_start).tolist())
         self._parts.lease_keeper.drop(self._parts.lease)
         try:
             if error is not None and not self.stream.num_tokens and not self.is_cancelled:

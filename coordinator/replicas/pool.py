@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -177,6 +177,7 @@ class ReplicaPools:
         *,
         static_endpoints: Collection[tuple[str, str]] = (),
         registry: ReplicaRegistry | None = None,
+        lookup_pools: Sequence[str] = (),
         poll_interval_s: float = 1.0,
         on_readiness: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
@@ -185,9 +186,11 @@ class ReplicaPools:
             vocabulary_fingerprint: the tokenizer's.
             open_link: how replicas are called.
             static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
+            lookup_pools: names of the pools of drafts that are found in text, by this coordinator itself.
             on_readiness: awaited whenever the answer to "is a target replica connected" changes.
         """
         self.vocabulary_fingerprint = vocabulary_fingerprint
+        self.lookup_pools = tuple(lookup_pools)
         self._open_link = open_link
         self._static = frozenset(static_endpoints)
         self._registry = None if static_endpoints else registry
@@ -259,10 +262,18 @@ class ReplicaPools:
         Raises:
             NotFound: no draft pool of that name has ever been seen.
         """
+        if pool in self.lookup_pools:
+            return pool
+        if not pool and self.lookup_pools:
+            return self.lookup_pools[0]
         if pool and pool not in self._draft_pool_names:
             raise NotFound(f"speculation.draft_pool {pool[:64]!r} is not a draft pool", reason="POOL_NOT_FOUND",
                            field="speculation.draft_pool")  # fmt: skip
-        if pool:
+        return self.model_pool(pool)
+
+    def model_pool(self, pool: str) -> str:
+        """The pool of draft replicas of a request routed to `pool`: that, or any where it has none of its own."""
+        if pool and pool not in self.lookup_pools:
             return pool
         live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})
         return next(iter(live or sorted(self._draft_pool_names)), "")
@@ -346,6 +357,8 @@ class ReplicaPools:
     async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
         try:
             await replica.describe(self.vocabulary_fingerprint)
+            if replica.role == DRAFT and replica.pool in self.lookup_pools:
+                raise Unsupported(f"{replica.address} calls its pool {replica.pool}, which is the coordinator's own")
         except VocabularyMismatch as error:
             if key in self._static and not self._has_been_ready:
                 raise

@@ -23,7 +23,7 @@ from specdec.types import BLOCK_TOKENS
 LEAST_BLOCKS = 4
 
 #: How long the beginning of a turn may wait for an answer. It is asked for together with the session's lease, so that
-#: there is something to wait for only where the store answers that at once and this late.
+#: there is something to wait for only where the store answers that and what follows, and this not.
 LOOK_UP_TIMEOUT_S = 0.1
 
 #: Notes under way at most; one more is dropped.
@@ -51,29 +51,29 @@ class Prefixes:
     def __init__(self, directory: PrefixDirectory | None) -> None:
         self._directory = directory
         self._notes: set[asyncio.Task[None]] = set()
+        self._look_ups: set[asyncio.Task[dict[str, int]]] = set()
         self._is_answered = True
 
-    async def look_up(self, num_tokens: int, hash_at: Callable[[int], bytes]) -> dict[str, int]:
-        """How much of a session's tokens replicas hold; nothing where nobody says so in time.
+    def look_up(self, num_tokens: int, hash_at: Callable[[int], bytes]) -> asyncio.Task[dict[str, int]]:
+        """Begins to ask how much of a session's tokens replicas hold; `answer` has what came of it.
 
         Args:
             num_tokens: of the session.
             hash_at: their chain hash at a length.
-
-        Returns:
-            Leading tokens by a replica's incarnation.
         """
-        lengths = prefix_lengths(num_tokens)
-        if self._directory is None or not lengths:
-            return {}
-        try:
-            async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
-                holders = await self._directory.holders([hash_at(length) for length in lengths])
-        except (SpecdecError, TimeoutError) as error:
-            self._tell_once(error)
-            return {}
-        self._is_answered = True
-        return {holder: length for length, names in zip(lengths, holders, strict=True) for holder in names}
+        looking_up = asyncio.create_task(self._ask(num_tokens, hash_at))
+        self._look_ups.add(looking_up)
+        looking_up.add_done_callback(self._look_ups.discard)
+        return looking_up
+
+    async def answer(self, looking_up: asyncio.Task[dict[str, int]]) -> dict[str, int]:
+        """Leading tokens by a replica's incarnation; nothing where nobody says so in time."""
+        await asyncio.wait([looking_up], timeout=LOOK_UP_TIMEOUT_S)
+        if looking_up.done():
+            return {} if looking_up.cancelled() else looking_up.result()
+        looking_up.cancel()
+        self._tell_once("no answer in time")
+        return {}
 
     def note(self, hash_at: Callable[[int], bytes], num_held: Mapping[str, int]) -> None:
         """Begins to write down how many leading tokens of a session replicas hold; nobody waits for it.
@@ -96,18 +96,31 @@ class Prefixes:
 
     async def close(self) -> None:
         """Gives up what is under way. Idempotent."""
-        for writing in self._notes:
-            writing.cancel()
-        await asyncio.gather(*self._notes, return_exceptions=True)
+        under_way = [*self._notes, *self._look_ups]
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _ask(self, num_tokens: int, hash_at: Callable[[int], bytes]) -> dict[str, int]:
+        lengths = prefix_lengths(num_tokens)
+        if self._directory is None or not lengths:
+            return {}
+        try:
+            holders = await self._directory.holders([hash_at(length) for length in lengths])
+        except SpecdecError as error:
+            self._tell_once(error.message)
+            return {}
+        self._is_answered = True
+        return {holder: length for length, names in zip(lengths, holders, strict=True) for holder in names}
 
     async def _write(self, directory: PrefixDirectory, chain_hashes: list[bytes], counts: dict[str, int]) -> None:
         try:
             await directory.note(chain_hashes, counts)
         except SpecdecError as error:
-            self._tell_once(error)
+            self._tell_once(error.message)
 
-    def _tell_once(self, error: Exception) -> None:
+    def _tell_once(self, reason: str) -> None:
         """Logs the first failure after an answer."""
         if self._is_answered:
             self._is_answered = False
-            _log.warning("the directory of prefixes cannot be used: %s", str(error) or "no answer in time")
+            _log.warning("the directory of prefixes cannot be used: %s", reason)

@@ -48,6 +48,8 @@ class DraftAnswer(NamedTuple):
     """Why there is no draft token, as `RoundOutcome.target_only_cause`."""
     num_asked: int = 0
     """Draft tokens asked for, 0 where no replica answered: one that hung says nothing about the others of its pool."""
+    pool: str = ""
+    """That gave it, or was to."""
 
 
 class DraftCalls:

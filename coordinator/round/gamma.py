@@ -207,6 +207,12 @@ def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> floa
     return in_same_step + busy_share * (times.num_others - in_same_step)
 
 
+class _Best(NamedTuple):
+    gamma: int
+    rate: float
+    """Tokens a second of its rounds, less what they cost others."""
+
+
 class GammaChooser:
     """Chooses gamma for the rounds of one request."""
 
@@ -232,8 +238,18 @@ class GammaChooser:
             return 0
         if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
             return min(FIRST_GAMMA, limit)
-        best = self._best(limit)
+        best = self._best(limit).gamma
         return best or int(self._begins_or_continues_probe(limit))
+
+    def most(self, limit: int) -> int:
+        """Draft tokens that a round may have at most, whether they pay or not."""
+        return min(self._max_gamma if self._fixed is None else self._fixed, limit)
+
+    def best_rate(self, limit: int) -> float | None:
+        """Tokens a second of rounds of up to `limit` draft tokens, less what they cost others; None: not known yet."""
+        if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
+            return None
+        return self._best(self.most(limit)).rate
 
     def observe(self, times: RoundTimes) -> None:
         """Learns from a finished round."""
@@ -293,12 +309,12 @@ class GammaChooser:
         tokens = 2 * pool.draft_wait.predict(1, context) / max(PROBE_SHARE * round_s, 1e-9)
         return min(max(tokens, LEAST_TOKENS_PER_PROBE), MOST_TOKENS_PER_PROBE)
 
-    def _best(self, limit: int) -> int:
+    def _best(self, limit: int) -> _Best:
         """The gamma of the best rate after what its rows cost the others; the smallest of equals."""
         pool, context = self._pool, self._committed_len
         alpha = self._acceptance.overall(pool.alpha)
         other_tokens, row_price = pool.other_step_tokens.value, pool.row_price
-        best, best_value = 0, float("-inf")
+        best = _Best(0, float("-inf"))
         expected_tokens, reach = 1.0, 1.0
         for gamma in range(limit + 1):
             if gamma:
@@ -307,7 +323,7 @@ class GammaChooser:
             round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_tokens, context)
             if gamma:
                 round_s += pool.draft_wait.predict(gamma, context)
-            value = expected_tokens / max(round_s, 1e-9) - row_price * gamma
-            if value > best_value:
-                best, best_value = gamma, value
+            rate = expected_tokens / max(round_s, 1e-9) - row_price * gamma
+            if rate > best.rate:
+                best = _Best(gamma, rate)
         return best

@@ -1,9 +1,9 @@
-"""One round, from the committed tokens to the next ones: choose gamma, propose, verify, decide.
+"""One round, from the committed tokens to the next ones: propose, verify, decide.
 
-docs/protocol.md is the specification. The draft is asked by `draft_calls` and the target by `target_calls`; the decided
-tokens go back to `generation/generation`, which has them published. The target never waits for anything optional: a
-draft that gives nothing makes the round a target-only step. Not here: what happens to the decided tokens, the maths
-(core), the wire (rpc).
+docs/protocol.md is the specification. The draft comes from a `draft_source` and the target is asked by `target_calls`;
+the decided tokens go back to `generation/generation`, which has them published. The target never waits for anything
+optional: a draft that gives nothing makes the round a target-only step. Not here: what happens to the decided tokens,
+the maths (core), the wire (rpc).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.requests import Provenance
-from coordinator.round.draft_calls import DraftAnswer, DraftCalls
-from coordinator.round.draft_clock import DraftClock
-from coordinator.round.gamma import GammaChooser, RoundTimes
+from coordinator.round.draft_calls import DraftAnswer
+from coordinator.round.draft_source import DraftSource
+from coordinator.round.gamma import RoundTimes
 from coordinator.round.provenance import trace_tokens
-from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetAnswer, TargetCalls
 from coordinator.round.tokens import SessionTokens
@@ -44,8 +43,8 @@ class RoundOutcome(NamedTuple):
     """Committed tokens whose KV the target already held."""
     draft_pool: str
     target_only_cause: str
-    """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, or an error's reason; "" where
-    there was one."""
+    """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, no_match, or an error's
+    reason; "" where there was one."""
 
 
 class RoundRunner:
@@ -56,24 +55,22 @@ class RoundRunner:
         setting: RoundSetting,
         tokens: SessionTokens,
         replicas: SessionReplicas,
-        gamma: GammaChooser,
-        draft_clock: DraftClock,
+        drafts: DraftSource,
+        target_calls: TargetCalls,
     ) -> None:
         """
         Args:
             setting: of the request.
             tokens: shared with the caller, who extends it by what it commits of each round.
             replicas: the session's.
-            gamma: the request's.
-            draft_clock: of the session's draft pool.
+            drafts: the request's.
+            target_calls: the request's.
         """
         self._setting = setting
         self._tokens = tokens
         self._replicas = replicas
-        self._gamma = gamma
-        calls = SessionCalls(setting, tokens, replicas)
-        self._draft_calls = DraftCalls(setting, replicas, calls, draft_clock)
-        self._target_calls = TargetCalls(setting, replicas, calls)
+        self._drafts = drafts
+        self._target_calls = target_calls
 
     async def run(self, round_id: int, remaining: int) -> RoundOutcome:
         """Runs one round.
@@ -92,10 +89,9 @@ class RoundRunner:
         """
         committed_len = len(self._tokens)
         wire = WireCount()
-        # A round emits at most gamma + 1 tokens.
-        gamma = self._gamma.choose(remaining - 1)
 
-        draft = await self._draft_calls.propose(round_id, gamma, committed_len, wire)
+        # A round emits one token more than it has draft tokens.
+        draft = await self._drafts.propose(round_id, remaining - 1, committed_len, wire)
 
         target = await self._target_calls.verify(round_id, draft.proposal, wire)
 
@@ -104,14 +100,14 @@ class RoundRunner:
         self._learn(draft, target, committed_len, decision.num_accepted)
         return RoundOutcome(
             token_ids=decision.token_ids,
-            provenance=trace_tokens(decision, draft.proposal.supports, target.verification, self._replicas.draft_pool),
+            provenance=trace_tokens(decision, draft.proposal.supports, target.verification, draft.pool),
             num_draft_tokens=len(draft.proposal.draft_token_ids),
             num_accepted=decision.num_accepted,
             draft_s=draft.wait_s,
             verify_s=target.wait_s,
             wire_bytes=wire.num_bytes,
             num_cached_tokens=target.verification.num_cached_tokens,
-            draft_pool=self._replicas.draft_pool,
+            draft_pool=draft.pool,
             target_only_cause=draft.missing_cause,
         )
 
@@ -132,7 +128,8 @@ class RoundRunner:
         self._replicas.learn(target.replica, min(verified.kv_len, agreed_len))
         if draft.replica is not None:
             self._replicas.learn(draft.replica, min(drafted.kv_len, agreed_len))
-        self._gamma.observe(
+        self._drafts.observe(
+            draft,
             RoundTimes(
                 num_draft_tokens=len(drafted.draft_token_ids),
                 num_accepted=num_accepted,
@@ -146,5 +143,5 @@ class RoundRunner:
                 step_tokens=verified.step_tokens,
                 num_others=verified.num_others if target.is_same_replica else 0,
                 num_other_rows=verified.num_other_rows if target.is_same_replica else 0,
-            )
+            ),
         )

@@ -72,6 +72,7 @@ class Launcher:
         """Starts the coordinator."""
         tokenizer = self._args.tokenizer or self._served.target
         arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
+        arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
 
@@ -86,8 +87,6 @@ class Launcher:
         if self._ray_address:
             return self._placed_replica(name, role)
         arguments = [*self._replica_arguments(role), "--listen", f"127.0.0.1:{self._free_port()}"]
-        if (ranks := num_ranks(self._args, role)) > 1:
-            arguments += ["--tensor-parallel", str(ranks)]
         return Child(
             name,
             f"{role}_service",
@@ -129,11 +128,13 @@ class Launcher:
         given = []
         if value(self._args, f"--gpu-memory-utilization-{role}") is not None:
             given += ["--gpu-memory-utilization", self._share(role)]
-        for flag in ("--kv-cache-bytes", "--num-threads"):
+        for flag in ("--kv-cache-bytes", "--num-threads", "--tensor-parallel"):
             if (number := value(self._args, f"{flag}-{role}")) is not None:
                 given += [flag, str(number)]
         if self._args.max_context_tokens is not None:
             given += ["--max-context-tokens", str(self._args.max_context_tokens)]
+        if self._args.kv_tier_url:
+            given += ["--kv-tier-url", self._args.kv_tier_url]
         return given
 
     def _common(self) -> list[str]:
@@ -155,7 +156,8 @@ class Launcher:
         # Draft and target work by turns, so a replica of each role may use all cores, and finds out whether it should.
         # Several of a role share them; one core is left to coordinator, store and client.
         if num_alike > 1:
-            quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // num_alike))
+            num_processes = num_alike * num_ranks(self._args, role)
+            quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // num_processes))
         # Not a flag, which would win over the same variable of the caller's.
         quiet[f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"] = self._share(role)
         return {**quiet, **self._environ}

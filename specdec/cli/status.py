@@ -56,6 +56,8 @@ def _table(served: ServerInfo) -> Table:
         table.add_column(name, justify="right")
     for pool in served.pools:
         of_pool = [pool.role, pool.name, pool.model, _figure(pool, pool.gamma, 1), _figure(pool, pool.alpha, 2)]
+        if not pool.replicas:  # drafts that the coordinator finds by itself
+            table.add_row(*map(Text, of_pool))
         for replica in pool.replicas:
             name = f"{replica.replica_id} (draining)" if replica.draining else replica.replica_id
             figures = [str(replica.num_sessions), f"{replica.kv_usage:.0%}"]

@@ -29,6 +29,10 @@ UTILIZATION_ALONE = 0.9
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+#: Values of `--draft` that name no model.
+_LOOKUPS = ("ngram", "suffix")
+
+
 class Usage(Exception):
     """Flags that make no sense, alone or together."""
 
@@ -42,13 +46,31 @@ class Models:
     """"" for target-only."""
 
 
+class _Draft(argparse.Action):
+    """Tells a model from the kinds of drafts that need none: `draft` is the model, `lookup` are the kinds."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
+    ) -> None:
+        if given in _LOOKUPS:
+            namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
+        elif namespace.draft:
+            raise argparse.ArgumentError(self, f"{namespace.draft} and {given} are two models; there can be one")
+        else:
+            namespace.draft = given
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
     model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
     parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
     parser.add_argument(
-        "--draft", **model, help="draft model, for speculation; default: the demo pair's, beside another target none"
-    )
+        "--draft", **model, action=_Draft,
+        help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
+        "drafts found in the session's text, or in other outputs as well, without a model. Repeatable: where "
+        "nothing is found the model is asked",
+    )  # fmt: skip
+    parser.set_defaults(lookup=())
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
     )
@@ -64,6 +86,10 @@ def add_parser(commands: Any) -> None:
         "local (one started for this); needs the package ray",
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
+    parser.add_argument(
+        "--kv-tier-url", default="", metavar="URL",
+        help="a second Redis (maxmemory-policy allkeys-lru) for KV that replicas do not hold; default: none",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
@@ -82,10 +108,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--replicas-draft", type=int, metavar="N", help="default 1; 0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N",
-        help="divide each target's model among N processes, on GPUs of their own or on shares of the cores; default 1",
+        "--tensor-parallel", type=int, metavar="N", dest="tensor_parallel_target",
+        help="processes, or GPUs, that hold each target replica's model together; default 1",
     )  # fmt: skip
-    parser.add_argument("--tensor-parallel-draft", type=int, default=1, metavar="N", help="each draft's; default 1")
+    parser.add_argument("--tensor-parallel-draft", type=int, metavar="N", help="the same of each draft replica")
     for role, share in _UTILIZATION.items():
         parser.add_argument(
             f"--gpu-memory-utilization-{role}", type=float, metavar="SHARE",
@@ -120,9 +146,9 @@ def check(args: argparse.Namespace) -> None:
         raise Usage("a simulated target has no tokenizer: name one with --tokenizer")
     if args.max_context_tokens is not None and args.max_context_tokens < 1:
         raise Usage("--max-context-tokens must be at least 1")
+    if any(num_ranks(args, role) < 1 for role in ROLES):
+        raise Usage("--tensor-parallel and --tensor-parallel-draft must be at least 1")
     for role in ROLES:
-        if num_ranks(args, role) < 1:
-            raise Usage("--tensor-parallel and --tensor-parallel-draft must be at least 1")
         if not 0 < utilization(args, role) <= 1:
             raise Usage(f"--gpu-memory-utilization-{role} must be above 0 and at most 1")
         for flag in (f"--kv-cache-bytes-{role}", f"--num-threads-{role}"):
@@ -137,10 +163,16 @@ def check(args: argparse.Namespace) -> None:
 
 
 def num_drafts(args: argparse.Namespace) -> int:
-    """Draft replicas: none beside a target of the caller's that comes alone."""
+    """Draft replicas: none beside a target of the caller's that comes alone, or where only text is looked at."""
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
-    return 0 if args.target and not args.draft else 1
+    return 0 if (args.target or args.lookup) and not args.draft else 1
+
+
+def num_ranks(args: argparse.Namespace, role: str) -> int:
+    """Of each replica."""
+    given: int | None = value(args, f"--tensor-parallel-{role}")
+    return 1 if given is None else given
 
 
 def models(args: argparse.Namespace) -> Models:
@@ -216,11 +248,6 @@ def names_of(args: argparse.Namespace) -> list[str]:
 def counts(args: argparse.Namespace) -> dict[str, int]:
     """Replicas of each role that are started."""
     return {"target": int(args.replicas_target), "draft": num_drafts(args)}
-
-
-def num_ranks(args: argparse.Namespace, role: str) -> int:
-    """Processes that each replica's model is divided among."""
-    return int(args.tensor_parallel if role == "target" else args.tensor_parallel_draft)
 
 
 def utilization(args: argparse.Namespace, role: str) -> float:

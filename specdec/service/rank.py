@@ -30,7 +30,7 @@ from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import on_its_own_thread, serve_replica
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from specdec.engine.base import Worker
     from specdec.engine.parallel.group import RankGroup, Seat
@@ -125,8 +125,8 @@ class _Rank:
         except Exception as error:  # whatever it is, this rank is of no more use to the others
             _log.exception("rank %d fails", self._rank)
             if lifeline is not None:
-                is_ours = isinstance(error, SpecdecError)
-                lifeline.fail(error if is_ours else Internal(f"rank {self._rank} failed: {error}"))
+                ours = error if isinstance(error, SpecdecError) else Internal(f"rank {self._rank} failed: {error}")
+                lifeline.fail(ours)
             return 1
         lifeline.close()
         return 0
@@ -209,9 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         world_size=args.world_size,
         store_host=args.store_host,
         store_port=args.store_port,
+        local_rank=args.local_rank,
         publish_store=lambda port: print(f"store {port}", flush=True),
         note_serving=lambda: print("serving", flush=True),
-        local_rank=args.local_rank,
     )
 
 

@@ -112,8 +112,8 @@ class Ranks:
         store = asyncio.create_task(_line(first, b"store "))
         try:
             await asyncio.wait({store, stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
-            if store.done() and store.result():
-                others = [await self._start(rank, int(store.result())) for rank in range(1, self._num_ranks)]
+            if store.done() and (port := store.result()):
+                others = [await self._start(rank, int(port)) for rank in range(1, self._num_ranks)]
                 ended += [asyncio.create_task(process.wait()) for process in others]
                 serving = asyncio.create_task(self._note_serving(first))
                 await asyncio.wait({stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)

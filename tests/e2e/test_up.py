@@ -111,6 +111,25 @@ def test_a_target_alone_is_served_without_speculation_and_a_note_says_so(model: 
     assert note == "note: no --draft was given: target-only, every token takes a step of the target"
 
 
+def test_drafts_found_in_text_need_no_draft_model_and_two_models_are_refused(model: Path) -> None:
+    with running("--target", str(model), "--draft", "suffix", "--draft", "ngram") as (_, endpoint):
+        with Client(endpoint) as client:
+            greedy = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+            first, again = (client.generate(prompt_token_ids=[5, 6, 7, 5, 6], **greedy) for _ in range(2))
+            assert first.token_ids == again.token_ids
+            assert again.stats.num_accepted_tokens > 0
+        status = specdec("status", "--endpoint", endpoint)
+        assert [line.split()[:2] for line in status.stdout.splitlines() if line.startswith("draft")] == [
+            ["draft", "ngram"], ["draft", "suffix"],
+        ]  # fmt: skip
+    refused = specdec("up", "--draft", "one", "--draft", "two")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: INVALID_ARGUMENT INVALID_REQUEST: argument --draft: one and two are two models; there can be one "
+        "(see specdec up --help)\n"
+    )
+
+
 def test_metrics_threads_context_and_log_level_reach_every_service(model: Path) -> None:
     first_port = 20_000 + free_ports(1)[0] % 10_000
     flags = ["--metrics", f"127.0.0.1:{first_port}", "--num-threads-target", "2", "--num-threads-draft", "1"]

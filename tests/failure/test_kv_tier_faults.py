@@ -108,6 +108,13 @@ async def test_a_session_that_another_replica_computed_is_restored_and_goes_on(s
             assert await asked(cold, tokens, round_id=round_id) == len(tokens) - 1
 
 
+async def test_of_a_prompt_of_whole_runs_the_last_one_is_computed(server: RedisServer) -> None:
+    """The logits of its last token are wanted."""
+    await fill(server.url, prompt(0))
+    async with replica_of(worker(), server.url) as cold:
+        assert await asked(cold, prompt(0)[: NUM_RUNS * RUN_TOKENS]) == (NUM_RUNS - 1) * RUN_TOKENS
+
+
 async def test_damaged_values_are_computed_again(server: RedisServer) -> None:
     prompts = [prompt(number) for number in range(40)]
     await fill(server.url, *prompts)
@@ -280,7 +287,8 @@ async def test_calls_that_are_superseded_cancelled_or_released_while_restored_le
         ]
         await restoring(cold, 3)
         tasks[0].cancel()
-        newer = asyncio.create_task(asked(cold, prompt(1), session_id="s1", round_id=2))
+        # Another text, into whose blocks nothing of the first may come.
+        newer = asyncio.create_task(asked(cold, prompt(3), session_id="s1", epoch=2))
         with pytest.raises(StaleEpoch):
             await tasks[1]
         await cold.engine.release(["s2"])
@@ -291,7 +299,7 @@ async def test_calls_that_are_superseded_cancelled_or_released_while_restored_le
         await restoring(cold, 1)
         cold.engine.check_integrity()
         server.signal(signal.SIGCONT)
-        assert await newer == NUM_RUNS * RUN_TOKENS
+        assert await newer == 0
         assert cold.engine.info().num_sessions == 1
         await cold.engine.release(["s1"])
         assert cold.engine.info().kv_usage == 0.0

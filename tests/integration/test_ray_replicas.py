@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_costs_no_token_and_the_end_of_up_by_force_leaves_
     model = str(build_tiny_model("llama", tmp_path))
     divided = ["--target", model, "--draft", "", "--tokenizer", "", "--tensor-parallel", "2", "--self-check", "off"]
     up, endpoint = start_up(*flags, *divided, **nodes.environ)
-    with Client(endpoint, budgets=Budgets(recovery_s=240)) as client:
+    with Client(endpoint, budgets=Budgets(resume_s=240)) as client:
         expected = client.generate(prompt_token_ids=[5, 6, 7], stream=False, **ASK).token_ids
         with client.generate(prompt_token_ids=[5, 6, 7], stream=True, **ASK) as stream:
             token_ids = list(next(stream).token_ids)

@@ -7,6 +7,7 @@ the integers of the wire really cost.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -63,6 +64,29 @@ def test_any_cut_of_the_draft_is_exact(s_max: int, coverage: float) -> None:
     tables = RoundTables(SamplingFilters(), 2, s_max=s_max, coverage=coverage)
     for round_law in MODES.values():
         assert tables.distance(round_law(tables)) < TOLERANCE
+
+
+class PointMasses(RoundTables):
+    """A draft that only names a token, whichever: at every position another one, the target's likeliest or not."""
+
+    @cached_property
+    def supports(self) -> dict[Path, Support]:
+        return {
+            path: Support(np.array([sum(path) % self.vocabulary_size], np.uint32), np.ones(1, np.uint16))
+            for path in self.paths
+        }
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_draft_that_only_names_a_token_is_exact(name: str) -> None:
+    tables = PointMasses(LAWS[name], 3)
+    for round_law in MODES.values():
+        assert tables.distance(round_law(tables)) < TOLERANCE
+
+
+def test_always_accepting_a_named_token_is_seen() -> None:
+    tables = PointMasses(SamplingFilters(), 3)
+    assert tables.distance(rejection_law(tables, always_accept)) > 0.01
 
 
 @pytest.mark.full

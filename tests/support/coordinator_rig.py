@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
 from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.pace import Predraft
@@ -118,6 +119,13 @@ class Coordinator:
     server: ServiceServer
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
+    history: TokenHistory | None = None
+
+    async def history_settled(self) -> None:
+        """Waits until what was said can be found."""
+        assert self.history is not None
+        await eventually(lambda: not self.generations.num_running)  # each has said all that it will
+        await self.history.settle()
 
     async def stop(self) -> None:
         await self.channel.close()
@@ -215,13 +223,31 @@ class Rig:
         return self.of_role(DRAFT)[0]
 
     async def coordinator(
-        self, *, tenant: str = DEFAULT_TENANT, has_directory: bool = True, **settings: Any
+        self,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        has_directory: bool = True,
+        lookup: Sequence[str] = (),
+        num_alive: int | None = None,
+        **settings: Any,
     ) -> Coordinator:
-        """Starts a coordinator connected to every service; `has_directory`: it knows who holds which prefix."""
+        """Starts a coordinator connected to every service.
+
+        Args:
+            tenant: whose it is.
+            has_directory: it knows who holds which prefix.
+            lookup: pools of drafts that it finds in text.
+            num_alive: services that it is to accept; None: all.
+            settings: of `GenerationSettings`.
+        """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
         pools = ReplicaPools(
-            "table", open_link, static_endpoints=[(service.role, service.address) for service in self.services]
+            "table",
+            open_link,
+            static_endpoints=[(service.role, service.address) for service in self.services],
+            lookup_pools=lookup,
         )
+        history = TokenHistory(10_000) if "suffix" in lookup else None
         generations = Generations(
             GenerationSettings(
                 **{
@@ -238,17 +264,19 @@ class Rig:
             tokenizer=self.tokenizer,
             metrics=CoordinatorMetrics("table"),
             directory=store.prefixes() if has_directory else None,
+            history=history,
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
         )
         CoordinatorServicer(generations, pools, self.tokenizer, Mode.REJECTION).add_to(server.grpc_server)
         await server.start()
-        while sum(replica.is_alive for replica in pools.all_replicas()) < len(self.services):
+        num_wanted = len(self.services) if num_alive is None else num_alive
+        while sum(replica.is_alive for replica in pools.all_replicas()) < num_wanted:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, server, stub, channel)
+        coordinator = Coordinator(generations, pools, server, stub, channel, history)
         self._coordinators.append(coordinator)
         return coordinator
 

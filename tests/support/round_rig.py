@@ -13,9 +13,13 @@ from typing import Any, Self
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_clock import DraftClock
+from coordinator.round.draft_source import ModelDrafts
 from coordinator.round.gamma import GammaChooser, PoolRecord, RoundTimes
 from coordinator.round.runner import RoundOutcome, RoundRunner, RoundSetting
+from coordinator.round.session_calls import SessionCalls
+from coordinator.round.target_calls import TargetCalls
 from coordinator.round.tokens import SessionTokens
 from specdec.rpc.client import open_link
 from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
@@ -136,7 +140,10 @@ class Rounds:
         self.replicas.target_fingerprint = pools.target_info.model_fingerprint
         self.gamma = NotedGamma(gamma)
         self.draft_clock = NotedClock()
-        self._runner = RoundRunner(setting, self.tokens, self.replicas, self.gamma, self.draft_clock)
+        calls = SessionCalls(setting, self.tokens, self.replicas)
+        drafts = ModelDrafts("default", self.gamma, DraftCalls(setting, self.replicas, calls, self.draft_clock))
+        target_calls = TargetCalls(setting, self.replicas, calls)
+        self._runner = RoundRunner(setting, self.tokens, self.replicas, drafts, target_calls)
         self._num_run = 0
 
     async def run(self, remaining: int = 1000) -> RoundOutcome:

@@ -15,12 +15,15 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is not in __all__
 
 from specdec.engine.parallel.messages import Words
 
 #: A rank that another one waits for longer than this, in a step, is lost.
 STEP_TIMEOUT_S = 60.0
-#: Ranks load at different speeds, and the first to be done waits for the last.
+#: Who started the ranks sees when one of them ends instead of coming.
+_CONNECT_TIMEOUT_S = 600.0
+#: Ranks start and load at different speeds, and the first to be done waits for the last.
 _LOAD_TIMEOUT_S = 3600.0
 # Words of a message that travel at once; a plan of a few sequences has fewer.
 _FIRST_WORDS = 1024
@@ -39,18 +42,18 @@ class Seat:
     """The first rank's own, bound to `port` and listening; handed over to the store."""
 
 
-def open_store(seat: Seat) -> dist.TCPStore:
+def open_store(seat: Seat) -> TCPStore:
     """Opens the first rank's store, or dials it.
 
     Raises:
-        RuntimeError: it does not answer within a minute (`torch.distributed.DistError`).
+        RuntimeError: it does not answer (`torch.distributed.DistError`).
     """
-    return dist.TCPStore(
+    return TCPStore(
         seat.host,
         seat.port,
         seat.num_ranks,
         is_master=seat.listener is not None,
-        timeout=timedelta(seconds=STEP_TIMEOUT_S),
+        timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
         wait_for_workers=False,
         master_listen_fd=None if seat.listener is None else seat.listener.detach(),
     )
@@ -59,7 +62,7 @@ def open_store(seat: Seat) -> dist.TCPStore:
 class RankGroup:
     """One rank's end of the group; there is one in a process. Whatever it raises, the group is lost."""
 
-    def __init__(self, seat: Seat, store: dist.TCPStore, device: torch.device) -> None:
+    def __init__(self, seat: Seat, store: TCPStore, device: torch.device) -> None:
         """Returns once all ranks have come.
 
         Args:
@@ -73,6 +76,7 @@ class RankGroup:
         self._store = store
         self._first = torch.zeros(1 + _FIRST_WORDS, dtype=torch.int32)
         self._first_words = self._first.numpy()
+        self.meet("here")
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
             store=store,

@@ -43,7 +43,7 @@ class LeadWorker(Worker):
         self._lost: WorkerLost | None = None  # guarded
         self._note_lost: Callable[[WorkerLost], None] | None = None  # guarded
         self._ended = threading.Event()
-        lifeline.watch(self._lose)
+        lifeline.watch(self._note)
         threading.Thread(target=self._keep_alive, name="keep-ranks-alive", daemon=True).start()
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
@@ -85,6 +85,9 @@ class LeadWorker(Worker):
             self._ranks.send(np.array([kind], dtype=np.int32))
         except RuntimeError as error:
             self._lose(error)
+
+    def _note(self, error: SpecdecError) -> None:
+        self._lose(error)
 
     def _lose(self, error: Exception) -> WorkerLost:
         """The group is gone, because of `error` or of what was known before. Any thread."""

@@ -26,7 +26,8 @@ BEAT_S = 1.0
 #: So many beats in a row must be missed.
 PATIENCE_BEATS = 8
 
-_CONNECT_S = 60.0
+#: Who started the ranks sees when one of them ends instead of coming.
+_CONNECT_S = 600.0
 _BYE = b"bye"
 _READ_BYTES = 4096
 _MOST_WORDS = 2000

@@ -37,7 +37,7 @@ class TransformersShards:
             Unsupported: there is no plan for its type, or what carries it out is not installed.
         """
         _require_plan(config, ranks.num_ranks)
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # lazily exported
 
         try:
             with quietly():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
@@ -43,6 +43,10 @@ async def settled(prefixes: Prefixes) -> None:
     await asyncio.gather(*prefixes._notes)
 
 
+async def held(prefixes: Prefixes, num_tokens: int, hash_at: Callable[[int], bytes]) -> dict[str, int]:
+    return await prefixes.answer(prefixes.look_up(num_tokens, hash_at))
+
+
 async def test_a_prefix_that_two_prompts_share_is_found_at_the_deepest_length_that_was_told(
     store: RedisSessionStore,
 ) -> None:
@@ -51,16 +55,16 @@ async def test_a_prefix_that_two_prompts_share_is_found_at_the_deepest_length_th
     ours, theirs = ChainHasher([*shared, 7]), ChainHasher([*shared, 8] * 2)
     prefixes.note(ours.at, {"target": 1_001, "draft": 300, "nothing": 63})
     await settled(prefixes)
-    assert await prefixes.look_up(1_001, ours.at) == {"target": 992, "draft": 256}
-    assert await prefixes.look_up(2_002, theirs.at) == {"target": 512, "draft": 256}
-    assert await prefixes.look_up(1_001, ChainHasher([9, *shared]).at) == {}
-    assert await prefixes.look_up(63, ours.at) == {}
+    assert await held(prefixes, 1_001, ours.at) == {"target": 992, "draft": 256}
+    assert await held(prefixes, 2_002, theirs.at) == {"target": 512, "draft": 256}
+    assert await held(prefixes, 1_001, ChainHasher([9, *shared]).at) == {}
+    assert await held(prefixes, 63, ours.at) == {}
 
 
 async def test_without_a_directory_nothing_is_known_and_nothing_is_told() -> None:
     prefixes = Prefixes(None)
     prefixes.note(ChainHasher(range(100)).at, {"a": 100})
-    assert await prefixes.look_up(100, ChainHasher(range(100)).at) == {}
+    assert await held(prefixes, 100, ChainHasher(range(100)).at) == {}
     await prefixes.close()
 
 
@@ -85,7 +89,7 @@ async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_told_of_
     hashes = ChainHasher(range(100))
     async with asyncio.timeout(20 * LOOK_UP_TIMEOUT_S):
         for _ in range(3):
-            assert await prefixes.look_up(100, hashes.at) == {}
+            assert await held(prefixes, 100, hashes.at) == {}
     assert [record.getMessage() for record in caplog.records] == [
         "the directory of prefixes cannot be used: no answer in time"
     ]
@@ -103,12 +107,12 @@ async def test_a_directory_that_answers_again_is_used_again(
     monkeypatch.setattr(module, "LOOK_UP_TIMEOUT_S", 0.01)
     connection, hashes = RedisConnection(silent_url), ChainHasher(range(100))
     prefixes = Prefixes(RedisPrefixDirectory(connection, "default"))
-    assert await prefixes.look_up(100, hashes.at) == {}
+    assert await held(prefixes, 100, hashes.at) == {}
     prefixes._directory = store.prefixes()
     monkeypatch.setattr(module, "LOOK_UP_TIMEOUT_S", 5.0)
     prefixes.note(hashes.at, {"a": 100})
     await settled(prefixes)
-    assert await prefixes.look_up(100, hashes.at) == {"a": 96}
+    assert await held(prefixes, 100, hashes.at) == {"a": 96}
     await connection.close()
 
 

@@ -91,6 +91,25 @@ def test_the_first_block_published_under_a_hash_stays_the_one():
     blocks.check_integrity([table, other, third])
 
 
+def test_a_stamp_holds_as_long_as_the_block_cannot_be_written():
+    blocks, table, other = BlockManager(2), [], []
+    blocks.grow(table, 32)
+    blocks.publish(table[0], b"first")
+    assert blocks.stamps([b"first", b"second"]) is None
+    blocks.publish(table[1], b"second")
+    stamps = blocks.stamps([b"first", b"second"])
+    assert [block_id for block_id, _ in stamps] == table
+    blocks.free(table)  # it is cached
+    assert blocks.stamps([b"first", b"second"]) == stamps
+    blocks.grow(other, 16)  # the second is evicted, written, and published as before
+    assert blocks.stamps([b"first", b"second"]) is None
+    blocks.publish(other[0], b"second")
+    again = blocks.stamps([b"first", b"second"])
+    assert again[0] == stamps[0]
+    assert again[1] != stamps[1]
+    assert again[1][0] == stamps[1][0]
+
+
 @pytest.mark.parametrize("tables", [[], [[0, 1]], [[0], [0]]])
 def test_the_integrity_check_sees_a_table_that_is_not_as_counted(tables):
     blocks = BlockManager(3)

@@ -45,6 +45,15 @@ def test_beside_verifications_prefill_costs_what_it_adds_and_alone_the_whole_ste
     assert times.prefill_s(StepLoad().with_prefill(64, 0)) == pytest.approx(20e-3 + added_s, rel=0.02)
 
 
+def test_a_replay_costs_its_steps_its_tokens_and_what_they_attend_to() -> None:
+    times = StepTimes()
+    assert times.replay_s(1_000, 0, 512) == 0.0
+    for kv_len in (0, 5_000, 20_000):
+        _run(times, *(StepLoad().with_prefill(num_tokens, kv_len) for num_tokens in (64, 512, 256, 128) * 4))
+    steps = [StepLoad().with_prefill(num_tokens, start) for start, num_tokens in ((8, 512), (520, 512), (1_032, 476))]
+    assert times.replay_s(1_500, 8, 512) == pytest.approx(sum(map(_step_s, steps)), rel=0.05)
+
+
 def test_chunks_of_one_size_count_as_all_per_token() -> None:
     times, load = StepTimes(), StepLoad().with_prefill(16, 0)
     _run(times, *[load] * 20)

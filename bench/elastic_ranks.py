@@ -1,0 +1,172 @@
+"""What dividing a model between two processes of this machine costs: a step's message, and the step itself.
+
+A second process is the group's other rank. First the message alone: a plan is packed, sent, unpacked, and answered with
+the other rank's part of a row of logits; beside it, in turns, what gloo takes to broadcast as many bytes and one word
+back. Then steps of the demo target on two ranks of one thread each, against one process that has two threads. Part of
+the suite `elastic`, which calls `measure_ranks`.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.models import DEMO
+from bench.pairs import median_ratio
+from bench.report import progress
+from bench.rows import Row
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import AUTO, EAGER, CompileOptions
+from specdec.engine.parallel.follow import follow
+from specdec.engine.parallel.group import RankGroup, Seat, open_store
+from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.messages import pack_plan, unpack_plan
+from specdec.engine.parallel.rank_loader import RankModel, load_rank
+
+NUM_RANKS = 2
+#: What the message and its answer may cost beyond the bare broadcast, in milliseconds.
+MOST_ON_TOP_MS = 0.3
+
+_HOST = "127.0.0.1"
+_VOCABULARY = 32_000
+_MODEL = RankModel(model=str(DEMO / "target"), device="cpu", dtype="float32", num_kv_blocks=64)
+_NUM_ROUNDS, _NUM_QUICK_ROUNDS = 30, 4
+_PER_ROUND = 40
+#: Eight verifications of four draft tokens, in contexts of five hundred tokens.
+_PLAN = StepPlan(tuple(SequenceSlice((7, 8, 9, 10, 11), 500, tuple(range(32)), 5) for _ in range(8)))
+#: As a message travels, its length included.
+_MESSAGE_WORDS = 1025
+
+
+def measure_ranks(row: Callable[..., Row], *, quick: bool) -> list[Row]:
+    """All rows.
+
+    Args:
+        row: makes a row of the suite.
+        quick: fewer of everything.
+    """
+    num_rounds = _NUM_QUICK_ROUNDS if quick else _NUM_ROUNDS
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _two_ranks(num_rounds) as ranks:
+            return [*_message_rows(ranks, num_rounds, row), *_step_rows(ranks, num_rounds, row)]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _message_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) -> list[Row]:
+    bare_ms, message_ms = [], []
+    with progress("plan messages", num_rounds) as advance:
+        for _ in range(num_rounds):
+            bare_ms.append(_median_ms(partial(_bare, ranks)))
+            message_ms.append(_median_ms(partial(_exchange, ranks)))
+            advance()
+    on_top = np.array(message_ms) - np.array(bare_ms)
+    case = f"{NUM_RANKS} ranks, 8 sequences of 5 rows, gloo on loopback"
+    figures = {"plan and answer": float(np.median(message_ms)), "bare broadcast": float(np.median(bare_ms))}
+    return [
+        *(row(row=None, case=case, system=name, metric="ms_per_step", value=ms, unit="ms")
+          for name, ms in figures.items()),
+        row(row=None, case=case, system="plan and answer", metric="ms_on_top", value=float(np.median(on_top)),
+            unit="ms", at_most=MOST_ON_TOP_MS, num_pairs=num_rounds),
+    ]  # fmt: skip
+
+
+def _step_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) -> list[Row]:
+    systems = {"2 ranks": load_rank(_MODEL, ranks, Lifeline({})), "1 process, eager": _alone(EAGER),
+               "1 process, native": _alone(AUTO)}  # fmt: skip
+    rows = []
+    for num_rows in (1, 5):
+        plan = StepPlan((SequenceSlice(tuple(range(2, 2 + num_rows)), 0, (0,), num_rows),))
+        times_ms: dict[str, list[float]] = {name: [] for name in systems}
+        with progress(f"steps of {num_rows} rows", num_rounds) as advance:
+            for _ in range(num_rounds):
+                for name, worker in systems.items():
+                    torch.set_num_threads(1 if name == "2 ranks" else NUM_RANKS)
+                    times_ms[name].append(_median_ms(partial(worker.execute, plan)))
+                advance()
+        for name in list(systems)[1:]:
+            ratio = median_ratio(times_ms["2 ranks"], times_ms[name])
+            rows.append(
+                row(
+                    row=None, case=f"demo target, {num_rows} rows, {NUM_RANKS} cores", system="2 ranks",
+                    metric="step_time_ratio", value=ratio.median, unit="x", ratio_to=name, low=ratio.low,
+                    high=ratio.high, num_pairs=ratio.num_pairs,
+                )
+            )  # fmt: skip
+    systems["2 ranks"].close()
+    return rows
+
+
+def _alone(backend: str) -> Worker:
+    compiling, blocks = CompileOptions(backend), _MODEL.num_kv_blocks
+    return load_worker(_MODEL.model, device="cpu", dtype="float32", num_kv_blocks=blocks, compiling=compiling)
+
+
+def _median_ms(act: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(_PER_ROUND):
+        began_s = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - began_s)
+    return float(np.median(taken)) * 1e3
+
+
+def _exchange(ranks: RankGroup) -> None:
+    if ranks.is_first:
+        ranks.send(pack_plan(_PLAN))
+    else:
+        unpack_plan(ranks.receive())
+    ranks.gather_first(torch.zeros(1, _VOCABULARY // NUM_RANKS))
+
+
+def _bare(ranks: RankGroup) -> None:
+    message = torch.zeros(_MESSAGE_WORDS, dtype=torch.int32)
+    dist.broadcast(message, src=0)
+    dist.broadcast(message[:1], src=1)
+
+
+def _turns(num_rounds: int) -> Iterator[Callable[[RankGroup], None]]:
+    """What both ranks do, in the same order."""
+    for _ in range(num_rounds):
+        for act in (_bare, _exchange):
+            for _ in range(_PER_ROUND):
+                yield act
+
+
+@contextmanager
+def _two_ranks(num_rounds: int) -> Iterator[RankGroup]:
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    other = subprocess.Popen([sys.executable, "-m", "bench.elastic_ranks", str(port), str(num_rounds)])
+    try:
+        seat = Seat(0, NUM_RANKS, _HOST, port, listener)
+        yield RankGroup(seat, open_store(seat), torch.device("cpu"))
+        other.wait()
+    finally:
+        other.kill()
+        other.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _be_the_other(port: int, num_rounds: int) -> None:
+    torch.set_num_threads(1)
+    seat = Seat(1, NUM_RANKS, _HOST, port)
+    ranks = RankGroup(seat, open_store(seat), torch.device("cpu"))
+    for act in _turns(num_rounds):
+        act(ranks)
+    follow(ranks, load_rank(_MODEL, ranks, Lifeline({})))
+
+
+if __name__ == "__main__":
+    _be_the_other(*map(int, sys.argv[1:]))

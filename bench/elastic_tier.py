@@ -1,0 +1,187 @@
+"""What the cold tier gives a session that returns on a cold replica. Part of the suite `elastic`, which calls this.
+
+The demo pair as real processes. One system runs the sessions' first turn and writes their KV to the tier, a Redis of
+its own; then it is gone. Two more, which never saw them, run the next turn of pairs of sessions with one text: one
+system has the tier, the other computes everything again. Some sessions find half of their KV only. All must say the
+same. Not here: what the rule does with targets of other speeds (`tier_rule`).
+"""
+
+import contextlib
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import redis
+
+from bench.models import DEMO
+from bench.pairs import interleave, median_ratio
+from bench.report import progress
+from bench.rows import Row
+from bench.simulated_system import ProcessSystem, ReplicaCommand, redis_server
+from bench.tier_rule import measure_rule
+from specdec.cli.processes import free_ports
+from specdec.client import Client
+from specdec.core.chain import ChainHasher
+from specdec.engine.loop.cold_tier import RUN_BLOCKS
+from specdec.types import BLOCK_TOKENS
+
+PROMPT_TOKENS = 1_500
+NEW_TOKENS = (7, 8, 9, 10)
+OUTPUT_TOKENS = 24
+NUM_HALVES = 2
+NUM_RUNS = PROMPT_TOKENS // (RUN_BLOCKS * BLOCK_TOKENS)
+#: Of the demo pair's tokenizer.
+_FIRST_ID, _VOCABULARY = 3, 2_048
+_TIER = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A session's second turn."""
+
+    ttft_s: float
+    token_ids: list[int]
+
+
+def measure_tier(num_runs: int, row: Callable[..., Row]) -> list[Row]:
+    """Time to the first token by restore and by replay, and what the rule chooses for simulated targets.
+
+    Args:
+        num_runs: interleaved pairs of sessions.
+        row: makes a row of the suite.
+
+    Raises:
+        RuntimeError: a session said something else by restore, or not all of its KV was restored.
+    """
+    with redis_server() as store_url, redis_server(_TIER) as tier_url:
+        prompts = [_prompt(index) for index in range(1 + num_runs + NUM_HALVES)]
+        _run_first_turns(prompts, store_url, tier_url)
+        halves = range(1 + num_runs, len(prompts))
+        for index in halves:
+            _forget_second_half(prompts[index], tier_url)
+        turns = _run_second_turns(prompts, store_url, tier_url, num_halves=len(halves))
+    for index, (restored, replayed) in enumerate(zip(turns["restore"], turns["replay"], strict=True)):
+        if restored.token_ids != replayed.token_ids:
+            raise RuntimeError(f"session {index} says something else once its KV was restored")
+    # The first pays for what is cold, the last ones had half of their KV.
+    ttft_s = {name: [turn.ttft_s for turn in done[1 : 1 + num_runs]] for name, done in turns.items()}
+    ratio = median_ratio(ttft_s["replay"], ttft_s["restore"])
+    row = partial(row, row=None, case=f"demo pair, a session of {PROMPT_TOKENS} tokens returns on a cold replica")
+    return [
+        row(
+            system="restore", metric="ttft_speedup", value=ratio.median, unit="x", ratio_to="replay", low=ratio.low,
+            high=ratio.high, num_pairs=ratio.num_pairs, required=2.0,
+        ),
+        *(
+            row(system=name, metric="ttft_ms", value=float(np.median(seconds)) * 1e3, unit="ms")
+            for name, seconds in ttft_s.items()
+        ),
+        *measure_rule(row),
+    ]  # fmt: skip
+
+
+def _prompt(index: int) -> list[int]:
+    return np.random.default_rng(index).integers(_FIRST_ID, _VOCABULARY, PROMPT_TOKENS).tolist()  # type: ignore[no-any-return]
+
+
+def _replicas(tier_url: str, metrics: str = "") -> list[ReplicaCommand]:
+    """A target and a draft, with a tier unless its URL is ""."""
+    tier = ("--kv-tier-url", tier_url) if tier_url else ()
+    return [
+        ReplicaCommand(
+            role,
+            f"{role}_service",
+            ("--model", str(DEMO / role), "--redis-url", "memory://", "--num-threads", "2", *tier)
+            + (("--metrics", metrics) if metrics and role == "target" else ()),
+        )
+        for role in ("target", "draft")
+    ]
+
+
+def _run_first_turns(prompts: list[list[int]], store_url: str, tier_url: str) -> None:
+    """Two sessions of every prompt, one for each system to come; returns once all their KV is in the tier."""
+    with (
+        ProcessSystem(DEMO / "target", _replicas(tier_url), redis_url=store_url) as system,
+        Client(system.endpoint) as client,
+        redis.Redis.from_url(tier_url) as tier,
+        progress("first turns", len(prompts)) as advance,
+    ):
+        for index, prompt in enumerate(prompts):
+            for name in ("restore", "replay"):
+                _run_turn(client, f"{name}-{index}", prompt)
+            # Each of the two models keeps its own.
+            _wait_until(lambda index=index: _num_values(tier) >= 2 * NUM_RUNS * (index + 1))
+            advance()
+
+
+def _run_second_turns(
+    prompts: list[list[int]], store_url: str, tier_url: str, *, num_halves: int
+) -> dict[str, list[_Turn]]:
+    metrics = f"127.0.0.1:{free_ports(1)[0]}"
+    with contextlib.ExitStack() as stack:
+        clients = {}
+        for name, replicas in (("restore", _replicas(tier_url, metrics)), ("replay", _replicas(""))):
+            system = stack.enter_context(ProcessSystem(DEMO / "target", replicas, redis_url=store_url))
+            clients[name] = stack.enter_context(Client(system.endpoint))
+        advance = stack.enter_context(progress("second turns", 2 * len(prompts)))
+
+        def measure(index: int, name: str) -> _Turn:
+            return _run_turn(clients[name], f"{name}-{index}", list(NEW_TOKENS))
+
+        turns = interleave(
+            range(len(prompts)), {name: partial(measure, name=name) for name in clients}, after_each=advance
+        )
+        num_restored = _runs_restored(metrics)
+    expected = (len(prompts) - num_halves) * NUM_RUNS + num_halves * (NUM_RUNS // 2)
+    if num_restored != expected:
+        raise RuntimeError(f"{num_restored} runs of KV were restored instead of {expected}")
+    return turns
+
+
+def _run_turn(client: Client, session_id: str, token_ids: list[int]) -> _Turn:
+    began_s = time.perf_counter()
+    stream = client.generate(
+        prompt_token_ids=token_ids,
+        session_id=session_id,
+        stream=True,
+        temperature=0.0,
+        max_new_tokens=OUTPUT_TOKENS,
+        ignore_eos=True,
+    )
+    with stream:
+        next(stream)
+        ttft_s = time.perf_counter() - began_s
+        return _Turn(ttft_s, list(stream.result().token_ids))
+
+
+def _forget_second_half(prompt: list[int], tier_url: str) -> None:
+    """Takes the later runs of a prompt out of the tier, the draft's and the target's."""
+    hasher = ChainHasher(prompt)
+    with redis.Redis.from_url(tier_url) as tier:
+        for run in range(NUM_RUNS // 2, NUM_RUNS):
+            name = hasher.block_hash((run + 1) * RUN_BLOCKS - 1).hex()
+            tier.delete(*tier.scan_iter(f"specdec-kv:*:{name}", count=10_000))
+
+
+def _num_values(tier: redis.Redis) -> int:
+    return sum(b":probe:" not in key for key in tier.scan_iter("specdec-kv:*", count=10_000))
+
+
+def _runs_restored(metrics: str) -> int:
+    with urllib.request.urlopen(f"http://{metrics}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return round(
+        sum(float(line.split()[-1]) for line in lines if line.startswith("specdec:kv_tier_runs_restored_total"))
+    )
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + _PATIENCE_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise RuntimeError("the tier did not get the sessions' KV in time")
+        time.sleep(0.01)
