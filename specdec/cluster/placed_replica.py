@@ -3,7 +3,7 @@
 The process that `specdec up` keeps for a replica whose ranks are elsewhere. It is a job of the cluster's: it places the
 ranks' actors, passes on what the first rank says, drains on SIGTERM, and ends when a rank does, with an exit code and a
 last line as a service's own. Its end, however it comes about, ends the actors too. Starting the replica again, perhaps
-on another node, is its keeper's matter: a group of ranks restarts as a whole (docs/adr/0009-ray.md).
+on another node, is its keeper's matter: a group of ranks restarts as a whole (docs/adr/0010-replicas-on-ray.md).
 
 Not here: connecting (`connection`), placing (`placement`), what a rank is (`rank_host`).
 """
