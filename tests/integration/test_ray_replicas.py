@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 
 from bench.simulated_system import write_tokenizer
-from specdec.client import Client
+from specdec.client import Budgets, Client
 from tests.support.ray_nodes import NUM_CPUS, RayNodes, descendants
 from tests.support.redis_fixture import RedisServer
 from tests.support.steady_load import SteadyLoad
+from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import specdec, start_up, wait_until_gone
 
 pytest.importorskip("ray")
 
 PAIR = "simulated:8b-0.6b"
+ASK = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +141,26 @@ def test_the_end_of_up_is_the_end_of_its_actors_and_services(
     wait_until(lambda: nodes.free_cpus() == NUM_CPUS)
 
 
-def test_the_end_of_up_by_force_is_the_end_of_its_actors_and_services(nodes: RayNodes, flags: list[str]) -> None:
-    up, _ = start_up(*flags, "--replicas-draft", "0", **nodes.environ)
-    running = [*descendants(up.pid), *services(nodes, "target_service"), *services(nodes, "draft_service")]
-    os.kill(up.pid, signal.SIGKILL)
+def test_a_rank_that_is_killed_costs_no_token_and_the_end_of_up_by_force_leaves_nothing(
+    nodes: RayNodes, flags: list[str], tmp_path: Path
+) -> None:
+    model = str(build_tiny_model("llama", tmp_path))
+    divided = ["--target", model, "--draft", "", "--tokenizer", "", "--tensor-parallel", "2", "--self-check", "off"]
+    up, endpoint = start_up(*flags, *divided, **nodes.environ)
+    with Client(endpoint, budgets=Budgets(resume_s=240)) as client:
+        expected = client.generate(prompt_token_ids=[5, 6, 7], stream=False, **ASK).token_ids
+        with client.generate(prompt_token_ids=[5, 6, 7], stream=True, **ASK) as stream:
+            token_ids = list(next(stream).token_ids)
+            first, second = services(nodes, "specdec.service.rank")
+            assert nodes.node_of(first) == nodes.node_of(second)
+            os.kill(second, signal.SIGKILL)
+            for chunk in stream:
+                token_ids += chunk.token_ids
+    assert token_ids == list(expected)
+    ranks = services(nodes, "specdec.service.rank")
+    assert len({first, second, *ranks}) == 4
+    running = [*descendants(up.pid), *ranks]
+    up.kill()
     up.communicate()
     wait_until_gone(running)
     wait_until(lambda: nodes.free_cpus() == NUM_CPUS)

@@ -101,6 +101,7 @@ def test_nobody_listening_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixt
         ["up", "--max-context-tokens", "0"],
         ["up", "--tenant", "a/b"],
         ["up", "--num-threads-draft", "0"],
+        ["up", "--tensor-parallel", "0"],
         ["up", "--log-level", "loud"],
         ["up", "--listen", "nowhere"],
         ["up", "--listen", "127.0.0.1:70000"],
