@@ -83,13 +83,13 @@ def test_a_rank_that_leaves_in_order_is_no_loss(ends: Ends) -> None:
 
 
 def test_a_silent_rank_is_lost_after_so_many_beats_and_one_that_beats_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "BEAT_S", 0.05)
+    monkeypatch.setattr(lifeline, "BEAT_S", 0.25)
     pair, silent = socket.socketpair(), socket.socketpair()
     alive, gone = SimpleQueue[SpecdecError](), SimpleQueue[SpecdecError]()
     beating = [Lifeline({1: pair[0]}), Lifeline({0: pair[1]})]
     beating[0].watch(alive.put)
     Lifeline({1: silent[0]}).watch(gone.put)
-    assert gone.get(timeout=_PATIENCE_S).message == "rank 1 is gone: it has been silent for 0 s"
+    assert gone.get(timeout=_PATIENCE_S).message == "rank 1 is gone: it has been silent for 2 s"
     assert alive.empty()
 
 
