@@ -22,8 +22,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from specdec.cluster.connection import connect, error_line, first_sentence, own_outputs
-from specdec.cluster.placement import Needs, Placement
+from specdec.cluster.connection import connect, error_line, first_sentence, seclude
+from specdec.cluster.placement import PLACE_TIMEOUT_S, Needs, Placement
 from specdec.cluster.rank_host import CALLER_VARIABLES, only
 from specdec.config import join_address
 from specdec.errors import Internal, SpecdecError, Unavailable
@@ -121,10 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpus", type=float, default=1.0)
     parser.add_argument("--gpus", choices=["auto", "none"], default="auto")
     parser.add_argument("--metrics", action="store_true")
+    parser.add_argument("--place-timeout-s", type=float, default=PLACE_TIMEOUT_S)
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--")
     args, flags = parser.parse_args(given[:end]), given[end + 1 :]
-    say = own_outputs()
+    say = seclude()
     try:
         return _run(args, flags, say)
     except SpecdecError as error:
@@ -141,7 +142,7 @@ def _run(args: argparse.Namespace, flags: Sequence[str], say: TextIO) -> int:
         has_gpus = args.gpus == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         needs = Needs(args.ranks, args.cpus, 1.0 if has_gpus else 0.0)
         _tell(say, f"asking Ray for {needs}")
-        with Placement(ray, args.name, needs) as placement:
+        with Placement(ray, args.name, needs, args.place_timeout_s) as placement:
             replica = _Replica(ray, args, flags, placement)
             _tell(say, f"placed on node {placement.address}")
             if args.metrics:

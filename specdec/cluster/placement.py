@@ -41,14 +41,15 @@ class Needs:
 class Placement:
     """The actors of one life of a replica. Use it by `with`; they are placed once entered, and gone at the end."""
 
-    def __init__(self, ray: Any, name: str, needs: Needs) -> None:
+    def __init__(self, ray: Any, name: str, needs: Needs, timeout_s: float = PLACE_TIMEOUT_S) -> None:
         """
         Args:
             ray: connected.
             name: of the replica: dashboards show it.
             needs: of each rank.
+            timeout_s: how long there may be no room.
         """
-        self._ray, self._name, self._needs = ray, name, needs
+        self._ray, self._name, self._needs, self._timeout_s = ray, name, needs, timeout_s
         self._group: Any = None
         self.hosts: list[Any] = []
         """Handles of `RankHost`, by rank."""
@@ -82,13 +83,13 @@ class Placement:
         self.hosts, self._group = [], None
 
     def _place(self) -> None:
-        deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+        deadline_s = time.monotonic() + self._timeout_s
         self._require_possible()
         if self._needs.num_ranks > 1:
             bundle = {"CPU": self._needs.num_cpus, "GPU": self._needs.num_gpus}
             bundles = [{name: number for name, number in bundle.items() if number}] * self._needs.num_ranks
             self._group = self._ray.util.placement_group(bundles, strategy="STRICT_PACK", name=f"specdec-{self._name}")
-            if not self._group.wait(PLACE_TIMEOUT_S):
+            if not self._group.wait(self._timeout_s):
                 raise self._no_room()
         self.hosts = [self._start(rank) for rank in range(self._needs.num_ranks)]
         try:
