@@ -105,7 +105,7 @@ def test_a_pair_that_is_added_is_on_another_node_and_the_first_leaves_without_a_
     assert load.faults == []
     words = r"target-7 needs 4 CPU, the Ray cluster has 8 CPU of which \d are free"
     assert re.fullmatch(f"error: RESOURCE_EXHAUSTED QUOTA_EXCEEDED: {words}", refused)
-    wait_until(lambda: nodes.free_cpus() == 2 * NUM_CPUS - 2)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS * len(nodes.raylets) - 2)
 
 
 def test_more_than_any_node_has_is_one_line_at_once_and_takes_nothing(nodes: RayNodes) -> None:
@@ -154,7 +154,7 @@ def test_the_end_of_up_is_the_end_of_its_actors_and_services(
     up.send_signal(signal.SIGTERM)
     assert up.wait(60) == 0
     wait_until_gone(running)
-    wait_until(lambda: nodes.free_cpus() == NUM_CPUS)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS * len(nodes.raylets))
 
 
 def test_a_rank_that_is_killed_costs_no_token_and_the_end_of_up_by_force_leaves_nothing(
@@ -179,4 +179,4 @@ def test_a_rank_that_is_killed_costs_no_token_and_the_end_of_up_by_force_leaves_
     up.kill()
     up.communicate()
     wait_until_gone(running)
-    wait_until(lambda: nodes.free_cpus() == NUM_CPUS)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS * len(nodes.raylets))
