@@ -7,6 +7,7 @@ same. Not here: what the rule does with targets of other speeds (`tier_rule`).
 """
 
 import contextlib
+import json
 import time
 import urllib.request
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from specdec.types import BLOCK_TOKENS
 
 PROMPT_TOKENS = 1_500
 NEW_TOKENS = (7, 8, 9, 10)
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 8
 NUM_HALVES = 2
 NUM_RUNS = PROMPT_TOKENS // (RUN_BLOCKS * BLOCK_TOKENS)
 #: Of the demo pair's tokenizer.
@@ -103,18 +104,18 @@ def _replicas(tier_url: str, metrics: str = "") -> list[ReplicaCommand]:
 
 
 def _run_first_turns(prompts: list[list[int]], store_url: str, tier_url: str) -> None:
-    """Two sessions of every prompt, one for each system to come; returns once all their KV is in the tier."""
+    """Two sessions of every prompt, one for each system to come; returns once all KV of the target is in the tier."""
+    metrics = f"127.0.0.1:{free_ports(1)[0]}"
     with (
-        ProcessSystem(DEMO / "target", _replicas(tier_url), redis_url=store_url) as system,
+        ProcessSystem(DEMO / "target", _replicas(tier_url, metrics), redis_url=store_url) as system,
         Client(system.endpoint) as client,
-        redis.Redis.from_url(tier_url) as tier,
         progress("first turns", len(prompts)) as advance,
     ):
         for index, prompt in enumerate(prompts):
             for name in ("restore", "replay"):
                 _run_turn(client, f"{name}-{index}", prompt)
-            # Each of the two models keeps its own.
-            _wait_until(lambda index=index: _num_values(tier) >= 2 * NUM_RUNS * (index + 1))
+            num_bytes = (index + 1) * NUM_RUNS * _run_bytes()
+            _wait_until(lambda num_bytes=num_bytes: _total(_figures(metrics), "bytes_total", "written") >= num_bytes)
             advance()
 
 
@@ -135,10 +136,11 @@ def _run_second_turns(
         turns = interleave(
             range(len(prompts)), {name: partial(measure, name=name) for name in clients}, after_each=advance
         )
-        num_restored = _runs_restored(metrics)
+        figures = _figures(metrics)
+    num_restored = _total(figures, "runs_restored_total")
     expected = (len(prompts) - num_halves) * NUM_RUNS + num_halves * (NUM_RUNS // 2)
     if num_restored != expected:
-        raise RuntimeError(f"{num_restored} runs of KV were restored instead of {expected}")
+        raise RuntimeError(f"{num_restored:.0f} runs of KV were restored instead of {expected}: {figures}")
     return turns
 
 
@@ -167,16 +169,24 @@ def _forget_second_half(prompt: list[int], tier_url: str) -> None:
             tier.delete(*tier.scan_iter(f"specdec-kv:*:{name}", count=10_000))
 
 
-def _num_values(tier: redis.Redis) -> int:
-    return sum(b":probe:" not in key for key in tier.scan_iter("specdec-kv:*", count=10_000))
+def _run_bytes() -> int:
+    """Of the demo target, whose KV is in float32."""
+    config = json.loads((DEMO / "target" / "config.json").read_text())
+    row_numbers = config["num_key_value_heads"] * 2 * config["head_dim"]
+    return int(RUN_BLOCKS * BLOCK_TOKENS * config["num_hidden_layers"] * row_numbers * 4)
 
 
-def _runs_restored(metrics: str) -> int:
+def _total(figures: dict[str, float], name: str, label: str = "") -> float:
+    return sum(value for series, value in figures.items() if series.startswith(f"{name}{{") and label in series)
+
+
+def _figures(metrics: str) -> dict[str, float]:
+    """The target's series of the tier."""
     with urllib.request.urlopen(f"http://{metrics}/metrics") as response:
         lines = response.read().decode().splitlines()
-    return round(
-        sum(float(line.split()[-1]) for line in lines if line.startswith("specdec:kv_tier_runs_restored_total"))
-    )
+    beginning = "specdec:kv_tier_"
+    series = (line.removeprefix(beginning).rpartition(" ") for line in lines if line.startswith(beginning))
+    return {name: float(value) for name, _, value in series}
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

@@ -78,9 +78,15 @@ class _Replica:
             elif event.rank == 0 and event.words.startswith(_STORE_LINE):
                 for rank in range(1, self._args.ranks):
                     self._start(rank, store_port=event.words.removeprefix(_STORE_LINE))
-            elif event.rank == 0 and (self._args.ranks == 1 or event.words != _SERVING_LINE):
+            elif self._is_told(event):
                 print(event.words, file=say, flush=True)
         return event
+
+    def _is_told(self, event: _Event) -> bool:
+        """All that the only rank says; of several their logs, and what else the first one says."""
+        if self._args.ranks == 1 or event.words.startswith("{"):
+            return True
+        return event.rank == 0 and event.words != _SERVING_LINE
 
     def _await_first(self, say: TextIO, ended: _Event) -> _Event:
         """The first rank's end, if it comes in time; else `ended`."""

@@ -23,12 +23,15 @@ import pytest
 import redis
 import torch
 
+from draft_service.proposer import Proposer
 from specdec.core.chain import ChainHasher
 from specdec.engine.base import KvLayout, StepPlan
 from specdec.errors import KvMiss, StaleEpoch
 from specdec.state import kv_link, kv_reader, kv_writer
 from specdec.state.kv_tier import KvTier
+from specdec.types import SamplingFilters
 from tests.support.redis_fixture import RedisServer
+from tests.support.round_driver import RoundDriver
 from tests.support.table_worker import TableWorker
 from tests.support.tier_rig import Replica, space_of, wait_until
 from tests.unit.state.test_kv_values import damaged
@@ -106,6 +109,26 @@ async def test_a_session_that_another_replica_computed_is_restored_and_goes_on(s
         for round_id in range(1, 4):
             tokens.append(expected(tokens))
             assert await asked(cold, tokens, round_id=round_id) == len(tokens) - 1
+
+
+async def test_a_draft_and_a_target_restored_draw_and_decide_as_they_would_have(server: RedisServer) -> None:
+    drivers = []
+    for _ in range(2):
+        async with (
+            replica_of(worker(salt=1), server.url, kind=Proposer) as draft,
+            replica_of(worker(), server.url) as target,
+        ):
+            driver = RoundDriver("s", prompt(0), draft.engine, target.engine, SamplingFilters(temperature=1.0), seed=7)
+            drivers.append(driver)
+            await driver.generate(40, 4)
+            if len(drivers) == 1:
+                await asyncio.to_thread(draft.wait_written, NUM_RUNS * RUN_BYTES)
+                await asyncio.to_thread(target.wait_written, NUM_RUNS * RUN_BYTES)
+    computed, restored = drivers
+    assert restored.tokens == computed.tokens
+    assert [one.num_accepted for one in restored.decisions] == [one.num_accepted for one in computed.decisions]
+    assert any(decision.num_accepted for decision in restored.decisions)
+    assert [driver.proposals[0].num_cached_tokens for driver in drivers] == [0, NUM_RUNS * RUN_TOKENS]
 
 
 async def test_of_a_prompt_of_whole_runs_the_last_one_is_computed(server: RedisServer) -> None:
@@ -186,6 +209,16 @@ async def test_blocks_of_another_model_dtype_or_rank_are_never_used(
             client.set(space.key(_names(prompt(0), end)[-1]), client.get(key))
     async with replica_of(other, server.url) as replica:
         assert await asked(replica, prompt(0)) == 0
+
+
+async def test_blocks_of_another_tenant_are_never_used(server: RedisServer) -> None:
+    async with replica_of(worker(), server.url) as first:
+        await asked(first, prompt(0), session_id="a", tenant="one")
+        await asyncio.to_thread(first.wait_written, NUM_RUNS * RUN_BYTES)
+    async with replica_of(worker(), server.url) as cold:
+        assert await asked(cold, prompt(0), session_id="b", tenant="two") == 0
+        assert await asked(cold, prompt(0), session_id="c") == 0
+        assert await asked(cold, prompt(0), session_id="d", tenant="one") == NUM_RUNS * RUN_TOKENS
 
 
 async def test_a_tier_that_forgets_most_of_it_changes_no_token(tmp_path: Path) -> None:

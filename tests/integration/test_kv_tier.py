@@ -11,7 +11,7 @@ import sys
 import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -113,10 +113,15 @@ async def test_a_session_returns_on_a_cold_replica_with_the_kv_that_another_one_
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = oracle.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     expected = expected[0, len(PROMPT) :].tolist()
-    async with target(model, "--kv-tier-url", tier.url) as (first, metrics):
+    async with AsyncExitStack() as services:
+        # Starting takes longest; both at once.
+        (first, its_metrics), (second, metrics) = await asyncio.gather(
+            *(services.enter_async_context(target(model, "--kv-tier-url", tier.url)) for _ in range(2))
+        )
         assert await greedy(first, PROMPT, 12) == (expected, 0)
-        await asyncio.to_thread(wait_until, lambda: metric(metrics, "kv_tier_bytes_total", "written") == 3 * RUN_BYTES)
-    async with target(model, "--kv-tier-url", tier.url) as (second, metrics):
+        await asyncio.to_thread(
+            wait_until, lambda: metric(its_metrics, "kv_tier_bytes_total", "written") == 3 * RUN_BYTES
+        )
         assert await greedy(second, PROMPT, 12) == (expected, 3 * RUN_TOKENS)
         assert metric(metrics, "kv_tier_runs_restored_total") == 3
         assert metric(metrics, "kv_tier_bytes_per_second") > 0

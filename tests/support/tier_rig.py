@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from specdec.engine.loop.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
@@ -37,13 +39,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Replica:
-    """A verifier with a tier, whose rule believes that prefill is slow unless told otherwise."""
+    """A target, or a draft, with a tier, whose rule believes that prefill is slow unless told otherwise."""
 
-    def __init__(self, worker: Any, url: str, *, replay_s_per_token: float | None = 1.0, **options: Any) -> None:
+    def __init__(
+        self, worker: Any, url: str, *, replay_s_per_token: float | None = 1.0, kind: type[Any] = Verifier
+    ) -> None:
         """`replay_s_per_token`: what prefill is believed to cost; None: as measured."""
         self.worker = worker
         self.tier = KvTier(url, space_of(worker))
-        self.engine = Verifier(worker, ReplicaOptions(kv_tier=self.tier, **options))
+        self.engine = kind(worker, ReplicaOptions(kv_tier=self.tier))
         self.num_turns = 0
         """Of the device thread."""
         inbox = self.engine._engine_loop._inbox
@@ -53,8 +57,9 @@ class Replica:
                 num_tokens * replay_s_per_token
             )
 
-    async def ask(self, tokens: Sequence[int], **position: Any) -> Verification:
-        return await self.engine.verify(VerifyRequest(make_round(tokens, **position), NO_DRAFT, ()))
+    async def ask(self, tokens: Sequence[int], *, tenant: str = DEFAULT_TENANT, **position: Any) -> Verification:
+        asked = replace(make_round(tokens, **position), tenant=tenant)
+        return await self.engine.verify(VerifyRequest(asked, NO_DRAFT, ()))
 
     def wait_up(self) -> None:
         wait_until(lambda: self.tier.is_up)

@@ -24,13 +24,13 @@ from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, S
 # Braces: no id that the store takes, so never a caller's session.
 _WARM_UP_SESSION = "{warm-up}"
 
-#: Tokens of a prompt by which prefill is measured where fetching KV competes with it; fewer than a run of the tier.
+#: Tokens of a prompt by which prefill is measured where fetching KV competes with it: as long as can be and no run.
 _WARM_UP_PROMPT_TOKENS = RUN_BLOCKS * BLOCK_TOKENS - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Identity and limits of a replica."""
+    """Identity and limits of a replica, and what it shares with others."""
 
     replica_id: str = "local"
     """Unique name of this process in its pool."""
