@@ -54,12 +54,11 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(address: str, namespace: str) -> Any:
-    """Connects this process to a cluster as one of its jobs.
+def connect(address: str) -> Any:
+    """Connects this process to a cluster as one of its jobs, in which the names of actors are its own.
 
     Args:
         address: HOST:PORT of its head, or auto: the one that runs on this machine.
-        namespace: in which the names of this job's actors are its own.
 
     Returns:
         The package, connected.
@@ -78,7 +77,7 @@ def connect(address: str, namespace: str) -> Any:
     resolved = _resolve(address)
     _require_answer(resolved, ray.__version__, told=f"--ray-address {address}")
     try:
-        ray.init(address=resolved, namespace=namespace, log_to_driver=False, configure_logging=False)
+        ray.init(address=resolved, log_to_driver=False, configure_logging=False)
     except Exception as error:  # Ray raises whatever it likes
         raise Unavailable(f"--ray-address {address}: {first_sentence(error)}") from error
     return ray

@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, flags: Sequence[str], say: TextIO) -> int:
     _tell(say, f"connecting to Ray at {args.ray_address}")
-    ray = connect(args.ray_address, namespace=f"specdec-{os.getpid()}")
+    ray = connect(args.ray_address)
     try:
         has_gpus = args.gpus == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         needs = Needs(args.ranks, args.cpus, 1.0 if has_gpus else 0.0)

@@ -1,15 +1,14 @@
 """The actors of one replica: what they ask of the cluster, on which nodes they come to be, and that they go together.
 
-A replica is put on the node that has fewest of its role and room, if Ray agrees, so that no node's loss takes all of a
-role: Ray's own SPREAD goes round within a job, and every replica is a job. Several ranks are a placement group on one
-node: what they say to each other in every layer must not cross a network. Not here: what runs in the actors
-(`rank_host`), how long (`placed_replica`).
+A replica is a placement group on one node: what its ranks say to each other in every layer must not cross a network.
+That is the node with fewest of its role that has room, if Ray agrees, so that no node's loss takes all of a role: Ray's
+own SPREAD goes round within a job, and every replica is a job. Not here: what runs in the actors (`rank_host`), how
+long (`placed_replica`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ from specdec.errors import ResourceExhausted, Unavailable
 #: What was taken by a replica that has just ended may take a moment to be free again.
 PLACE_TIMEOUT_S = 20.0
 
-_NAME_TAKEN_S = 10.0
+#: For a node to start the actors' processes, once there is room.
+_START_S = 120.0
 #: For actors that can still be reached to end their processes.
 _END_S = 2.0
 
@@ -51,7 +51,7 @@ class Placement:
         """
         Args:
             ray: connected.
-            name: of the replica: dashboards show it.
+            name: of the replica, its role and a number; dashboards show it.
             needs: of each rank.
             timeout_s: how long there may be no room.
         """
@@ -89,52 +89,35 @@ class Placement:
         self.hosts, self._group = [], None
 
     def _place(self) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
         self._require_possible()
-        if self._needs.num_ranks > 1:
-            bundle = {"CPU": self._needs.num_cpus, "GPU": self._needs.num_gpus}
-            bundles = [{name: number for name, number in bundle.items() if number}] * self._needs.num_ranks
-            self._group = self._ray.util.placement_group(
-                bundles, strategy="STRICT_PACK", name=f"specdec-{self._name}", _soft_target_node_id=self._best_node()
-            )
-            if not self._group.wait(self._timeout_s):
-                raise self._no_room()
-        node_id = None if self._group is not None else self._best_node()
-        self.hosts = [self._start(rank, node_id) for rank in range(self._needs.num_ranks)]
+        bundle = {"CPU": self._needs.num_cpus, "GPU": self._needs.num_gpus}
+        self._group = self._ray.util.placement_group(
+            [{name: number for name, number in bundle.items() if number}] * self._needs.num_ranks,
+            strategy="STRICT_PACK",
+            name=f"specdec-{self._name}",
+            _soft_target_node_id=self._best_node(),
+        )
+        if not self._group.wait(self._timeout_s):
+            raise self._no_room()
+        self.hosts = [self._start(rank) for rank in range(self._needs.num_ranks)]
         try:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            places = self._ray.get([host.place.remote() for host in self.hosts], timeout=left_s)
-        except self._ray.exceptions.GetTimeoutError:
-            raise self._no_room() from None
-        except self._ray.exceptions.RayError as error:
+            places = self._ray.get([host.place.remote() for host in self.hosts], timeout=_START_S)
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
             raise Unavailable(f"{self._name} cannot start on its node: {first_sentence(error)}") from error
         self.address, self.free_port = places[0]
 
-    def _start(self, rank: int, node_id: str | None) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    def _start(self, rank: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        name = f"specdec-{self._name}" + (f"-rank-{rank}" if self._needs.num_ranks > 1 else "")
-        strategy: Any = None
-        if self._group is not None:
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        elif node_id is not None:
-            strategy = NodeAffinitySchedulingStrategy(node_id, soft=True, _spill_on_unavailable=True)
-        actor = self._ray.remote(RankHost).options(
-            name=name,
+        host = self._ray.remote(RankHost).options(
+            name=f"specdec-{self._name}" + (f"-rank-{rank}" if self._needs.num_ranks > 1 else ""),
             num_cpus=self._needs.num_cpus,
             num_gpus=self._needs.num_gpus,
-            scheduling_strategy=strategy,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
             max_concurrency=3,
             max_restarts=0,
         )
-        deadline_s = time.monotonic() + _NAME_TAKEN_S
-        while True:
-            try:
-                return actor.remote()
-            except ValueError:  # whoever had the name is still ending
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.1)
+        return host.remote()
 
     def _best_node(self) -> str | None:
         """Of the nodes that have room, one with fewest replicas of the role; None where none has."""
