@@ -12,11 +12,11 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from bench import compare, elastic, gpu, latency, orchestration, real, throughput, wire
+from bench import compare, drafts, elastic, gpu, latency, orchestration, real, throughput, wire
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 
-SUITES = {suite.SUITE: suite for suite in (latency, throughput, orchestration, wire, elastic, gpu, real)}
+SUITES = {suite.SUITE: suite for suite in (latency, throughput, orchestration, wire, drafts, elastic, gpu, real)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,8 @@ from bench.simulated_system import write_tokenizer
 
 SUITE = "elastic"
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
-FIGURES = ["pools", "tier"]
+#: Each is a method of the suite and a file.
+FIGURES = ["pools", "ranks", "prefixes", "tier"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +43,20 @@ class _Suite:
 
         return measure_pools(self._tokenizer_dir, partial(self._row, simulated=True), quick=self._quick)
 
+    def ranks(self) -> list[Row]:
+        """What a step's message costs a model that is divided among processes."""
+        from bench.elastic_ranks import measure_ranks
+
+        return measure_ranks(self._row, quick=self._quick)
+
+    def prefixes(self) -> list[Row]:
+        """What coordinators know of each other."""
+        from bench.elastic_prefixes import measure_prefixes
+
+        return measure_prefixes(self._tokenizer_dir, self._num_runs, partial(self._row, simulated=True))
+
     def tier(self) -> list[Row]:
-        """A session returns on a replica that never saw it, with and without the cold tier."""
+        """Sessions that return on a replica that never saw them."""
         from bench.elastic_tier import measure_tier
 
         return measure_tier(self._num_runs, self._row)

@@ -37,7 +37,7 @@ def measure_prefixes(tokenizer_dir: Path, num_runs: int, row: Callable[..., Row]
     Args:
         tokenizer_dir: see `write_tokenizer`.
         num_runs: interleaved runs of what is compared in time.
-        row: makes a row of the suite.
+        row: makes a row of the suite, marked as simulated.
     """
     rows = [row_ for num_prefixes in NUM_PREFIXES for row_ in _measure_sharing(tokenizer_dir, num_prefixes, row)]
     return rows + _measure_coordinators(tokenizer_dir, num_runs, row)

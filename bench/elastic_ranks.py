@@ -1,49 +1,37 @@
 """What dividing a model between two processes of this machine costs: a step's message, and the step itself.
 
-A second process is the group's other rank. First the message alone: a plan is packed, sent, unpacked, and answered with
-the other rank's part of a row of logits; beside it, in turns, what gloo takes to broadcast as many bytes and one word
-back. Then steps of the demo target on two ranks of one thread each, against one process that has two threads. Part of
-the suite `elastic`, which calls `measure_ranks`.
+First the message alone: a plan is packed, sent, unpacked, and answered with the other rank's part of a row of logits;
+beside it, in turns, what gloo takes to broadcast as many bytes and one word back. Then steps of the demo target on two
+ranks of one thread each, against one process that has two threads. Part of the suite `elastic`, which calls
+`measure_ranks`.
 """
 
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from bench.models import DEMO
 from bench.pairs import median_ratio
+from bench.ranks import broadcast_bare, exchange_plan, rank_group
 from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import AUTO, EAGER, CompileOptions
-from specdec.engine.parallel.follow import follow
-from specdec.engine.parallel.group import RankGroup, Seat, open_store
+from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.lifeline import Lifeline
-from specdec.engine.parallel.messages import pack_plan, unpack_plan
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 
 NUM_RANKS = 2
 #: What the message and its answer may cost beyond the bare broadcast, in milliseconds.
 MOST_ON_TOP_MS = 0.3
 
-_HOST = "127.0.0.1"
-_VOCABULARY = 32_000
 _MODEL = RankModel(model=str(DEMO / "target"), device="cpu", dtype="float32", num_kv_blocks=64)
-_NUM_ROUNDS, _NUM_QUICK_ROUNDS = 30, 4
+_NUM_ROUNDS, _NUM_QUICK_ROUNDS = 30, 3
 _PER_ROUND = 40
-#: Eight verifications of four draft tokens, in contexts of five hundred tokens.
-_PLAN = StepPlan(tuple(SequenceSlice((7, 8, 9, 10, 11), 500, tuple(range(32)), 5) for _ in range(8)))
-#: As a message travels, its length included.
-_MESSAGE_WORDS = 1025
 
 
 def measure_ranks(row: Callable[..., Row], *, quick: bool) -> list[Row]:
@@ -57,7 +45,7 @@ def measure_ranks(row: Callable[..., Row], *, quick: bool) -> list[Row]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _two_ranks(num_rounds) as ranks:
+        with rank_group(_MODEL, NUM_RANKS, num_rounds=num_rounds, per_round=_PER_ROUND) as ranks:
             return [*_message_rows(ranks, num_rounds, row), *_step_rows(ranks, num_rounds, row)]
     finally:
         torch.set_num_threads(num_threads)
@@ -67,8 +55,8 @@ def _message_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) ->
     bare_ms, message_ms = [], []
     with progress("plan messages", num_rounds) as advance:
         for _ in range(num_rounds):
-            bare_ms.append(_median_ms(partial(_bare, ranks)))
-            message_ms.append(_median_ms(partial(_exchange, ranks)))
+            bare_ms.append(median_ms(partial(broadcast_bare, ranks)))
+            message_ms.append(median_ms(partial(exchange_plan, ranks)))
             advance()
     on_top = np.array(message_ms) - np.array(bare_ms)
     case = f"{NUM_RANKS} ranks, 8 sequences of 5 rows, gloo on loopback"
@@ -92,7 +80,7 @@ def _step_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) -> li
             for _ in range(num_rounds):
                 for name, worker in systems.items():
                     torch.set_num_threads(1 if name == "2 ranks" else NUM_RANKS)
-                    times_ms[name].append(_median_ms(partial(worker.execute, plan)))
+                    times_ms[name].append(median_ms(partial(worker.execute, plan)))
                 advance()
         for name in list(systems)[1:]:
             ratio = median_ratio(times_ms["2 ranks"], times_ms[name])
@@ -112,61 +100,11 @@ def _alone(backend: str) -> Worker:
     return load_worker(_MODEL.model, device="cpu", dtype="float32", num_kv_blocks=blocks, compiling=compiling)
 
 
-def _median_ms(act: Callable[[], object]) -> float:
+def median_ms(act: Callable[[], object]) -> float:
+    """Of a few times in a row."""
     taken = []
     for _ in range(_PER_ROUND):
         began_s = time.perf_counter()
         act()
         taken.append(time.perf_counter() - began_s)
     return float(np.median(taken)) * 1e3
-
-
-def _exchange(ranks: RankGroup) -> None:
-    if ranks.is_first:
-        ranks.send(pack_plan(_PLAN))
-    else:
-        unpack_plan(ranks.receive())
-    ranks.gather_first(torch.zeros(1, _VOCABULARY // NUM_RANKS))
-
-
-def _bare(ranks: RankGroup) -> None:
-    message = torch.zeros(_MESSAGE_WORDS, dtype=torch.int32)
-    dist.broadcast(message, src=0)
-    dist.broadcast(message[:1], src=1)
-
-
-def _turns(num_rounds: int) -> Iterator[Callable[[RankGroup], None]]:
-    """What both ranks do, in the same order."""
-    for _ in range(num_rounds):
-        for act in (_bare, _exchange):
-            for _ in range(_PER_ROUND):
-                yield act
-
-
-@contextmanager
-def _two_ranks(num_rounds: int) -> Iterator[RankGroup]:
-    listener = socket.create_server((_HOST, 0))
-    port = listener.getsockname()[1]
-    other = subprocess.Popen([sys.executable, "-m", "bench.elastic_ranks", str(port), str(num_rounds)])
-    try:
-        seat = Seat(0, NUM_RANKS, _HOST, port, listener)
-        yield RankGroup(seat, open_store(seat), torch.device("cpu"))
-        other.wait()
-    finally:
-        other.kill()
-        other.wait()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _be_the_other(port: int, num_rounds: int) -> None:
-    torch.set_num_threads(1)
-    seat = Seat(1, NUM_RANKS, _HOST, port)
-    ranks = RankGroup(seat, open_store(seat), torch.device("cpu"))
-    for act in _turns(num_rounds):
-        act(ranks)
-    follow(ranks, load_rank(_MODEL, ranks, Lifeline({})))
-
-
-if __name__ == "__main__":
-    _be_the_other(*map(int, sys.argv[1:]))

@@ -4,7 +4,7 @@ Three figures, each of them alone by `--rows`: the engine alone against what the
 stream through the three services against our own target-only mode and Hugging Face's assisted generation; tokens a
 second of 1 to 64 streams. Acceptance is dialled (`random_pair`) and measured again in the stream that counts. Without a
 CUDA device the suite says so and measures nothing. Needs 60 GB of the device's memory, for two targets at once, and 20
-GB of disk where temporary files go. Not here: several devices.
+GB of disk where temporary files go. With `--tensor-parallel N` one row instead, of N devices (`gpu_ranks`).
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench.gpu_engine import engine_rows
+from bench.gpu_ranks import scaling_rows
 from bench.gpu_stack import ONE_STREAM, STREAMS, stack_rows
 from bench.random_pair import write_random_pair
 from bench.report import progress
@@ -36,12 +37,20 @@ _COPY_BYTES = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the choice of rows."""
     parser.add_argument("--rows", nargs="+", choices=FIGURES, default=FIGURES, help="only these rows")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="instead, what a step takes on N GPUs against one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; none where there is no CUDA device."""
     if not torch.cuda.is_available():
         print("bench gpu: no CUDA device on this machine; nothing was measured", file=sys.stderr)
+        return []
+    num_ranks, num_devices = arguments.tensor_parallel, torch.cuda.device_count()
+    if num_ranks > num_devices:
+        print(f"bench gpu: {num_ranks} GPUs are needed, this machine has {num_devices}; nothing was measured",
+              file=sys.stderr)  # fmt: skip
         return []
     config = LlamaConfig(
         hidden_size=4096,
@@ -54,7 +63,28 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
     )
+    if num_ranks > 1:
+        return divided_rows(config, "cuda", SHAPE, num_ranks, quick=arguments.quick)
     return device_rows(config, "cuda", SHAPE, arguments.rows, _COPY_BYTES, quick=arguments.quick)
+
+
+def divided_rows(config: LlamaConfig, device: str, shape: str, num_ranks: int, *, quick: bool) -> list[Row]:
+    """Makes a model of this shape and measures its steps on one device and on several.
+
+    Args:
+        config: the shape.
+        device: `cuda`; `cpu` serves the tests.
+        shape: what the rows call it.
+        num_ranks: devices.
+        quick: fewer of everything.
+    """
+    row = partial(Row, suite=SUITE, row=None, origin=Origin(hardware=_device_name(device)), quick=quick)
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        with progress("gpu: model", 1) as advance:
+            pair = write_random_pair(config, NUM_DRAFT_LAYERS, ALPHA, Path(folder), device)
+            advance()
+        _free_device_memory(device)
+        return scaling_rows(str(pair.target.directory), device, num_ranks, shape, row, quick=quick)
 
 
 def device_rows(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +61,7 @@ class RunningSystem:
         dtype: str = "auto",
         device: str = "cpu",
         kv_cache_bytes: tuple[int, int] | None = None,
+        lookup: Sequence[str] = (),
     ) -> None:
         """Threads are what `specdec up` chooses by itself: no more than the peers get.
 
@@ -69,10 +71,12 @@ class RunningSystem:
             dtype: as a service takes it.
             device: of both models.
             kv_cache_bytes: of target and draft. None is what `specdec up` gives each.
+            lookup: kinds of drafts that the coordinator finds in text.
         """
         models = ["--target", str(target_dir)]
         models += ["--replicas-draft", "0"] if draft_dir is None else ["--draft", str(draft_dir)]
         self._command = [sys.executable, "-m", "specdec.cli", "up", *models, "--listen", "127.0.0.1:0"]
+        self._command += [word for kind in lookup for word in ("--draft", kind)]
         self._command += ["--device", device, "--dtype", dtype]
         self._environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         for role, num_bytes in zip(("TARGET", "DRAFT"), kv_cache_bytes or (), strict=False):

@@ -36,6 +36,9 @@ ROUNDS_PER_PROBE = 6
 #: A step is never believed to have been larger: what a target says of itself is arithmetic here, and never checked.
 MOST_STEP_TOKENS = 1 << 16
 
+#: Nor to have answered more rounds of others between two of one session.
+MOST_OTHERS = 1 << 12
+
 #: Rounds that ran more committed tokens than this on a replica say little about decoding there.
 MAX_PREFILLED = 32
 
@@ -173,6 +176,9 @@ class PoolRecord:
         # Believed as far as the wait bears it out, and not a number is none: the pool would never forget it.
         forward_s = min(max(0.0, times.verify_forward_s), times.verify_s)
         step_tokens = min(max(times.num_rows, times.step_tokens), MOST_STEP_TOKENS)
+        if times.num_others > MOST_OTHERS or times.num_other_rows > MOST_STEP_TOKENS:
+            rows = min(times.num_other_rows, MOST_STEP_TOKENS)
+            times = times._replace(num_others=min(times.num_others, MOST_OTHERS), num_other_rows=rows)
         round_s = times.draft_s + times.verify_s
         self.verify_time.observe(step_tokens, times.committed_len, forward_s)
         # What forgot within one round of everybody would send them all after the last few, to correct it all at once.

@@ -72,6 +72,7 @@ class Launcher:
         """Starts the coordinator."""
         tokenizer = self._args.tokenizer or self._served.target
         arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
+        arguments += ["--tenant", self._args.tenant]
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)

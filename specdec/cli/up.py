@@ -28,6 +28,7 @@ from specdec.config import split_address
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
 from specdec.preflight import require_servable_pair
+from specdec.rank_checks import require_divisible
 from specdec.rpc.channels import dial_blocking
 
 __all__ = ["ChildFailed", "Usage", "add_parser", "run"]
@@ -57,8 +58,9 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         _say("note: no --draft was given: target-only, every token takes a step of the target")
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(Waiting())
-        if args.target or args.draft:  # the demo pair needs no look
-            _check_models(served, waiting, stop)
+        is_divided = any(up_flags.num_ranks(args, role) > 1 for role in up_flags.ROLES)
+        if args.target or args.draft or is_divided:  # the demo pair needs no look
+            _check_models(args, served, waiting, stop)
         if stop.is_set():
             return 0
         redis_url = _redis(args, stack)
@@ -130,7 +132,7 @@ def _own_ray(
     return ray
 
 
-def _check_models(served: Models, waiting: Waiting, stop: threading.Event) -> None:
+def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, stop: threading.Event) -> None:
     """Raises what `require_servable_pair` does, before anything is loaded. Returns at once on `stop`."""
     named = {"--target": served.target, "--draft": served.draft}
     models = {flag: model for flag, model in named.items() if model and not model.startswith(SIMULATED_PREFIX)}
@@ -139,6 +141,9 @@ def _check_models(served: Models, waiting: Waiting, stop: threading.Event) -> No
     def check() -> None:
         try:
             require_servable_pair(models)
+            for flag, model in models.items():
+                if (ranks := up_flags.num_ranks(args, flag.removeprefix("--"))) > 1:
+                    require_divisible(model, ranks)
             outcome.set_result(None)
         except BaseException as error:
             outcome.set_exception(error)

@@ -16,8 +16,9 @@ import specdec
 from specdec.cli.processes import free_ports
 from specdec.config import join_address, split_address
 from specdec.engines import SIMULATED_PREFIX
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.server import require_free
+from specdec.tenant import DEFAULT_TENANT, check_tenant
 
 ROLES = ("target", "draft")
 
@@ -87,6 +88,9 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument(
+        "--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"whose sessions these are; default {DEFAULT_TENANT}"
+    )
+    parser.add_argument(
         "--kv-tier-url", default="", metavar="URL",
         help="a second Redis (maxmemory-policy allkeys-lru) for KV that replicas do not hold; default: none",
     )  # fmt: skip
@@ -134,6 +138,10 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         Usage: they make no sense.
     """
+    try:
+        check_tenant(args.tenant, field="--tenant")
+    except InvalidRequest as error:
+        raise Usage(error.message) from None
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:

@@ -3,7 +3,7 @@
 The process that `specdec up` keeps for a replica whose ranks are elsewhere. It is a job of the cluster's: it places the
 ranks' actors, passes on what the first rank says, drains on SIGTERM, and ends when a rank does, with an exit code and a
 last line as a service's own. Its end, however it comes about, ends the actors too. Starting the replica again, perhaps
-on another node, is its keeper's matter: a group of ranks restarts as a whole (docs/adr/0009-ray.md).
+on another node, is its keeper's matter: a group of ranks restarts as a whole (docs/adr/0010-replicas-on-ray.md).
 
 Not here: connecting (`connection`), placing (`placement`), what a rank is (`rank_host`).
 """
@@ -18,11 +18,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from specdec.cluster.connection import connect, error_line, first_sentence, own_outputs
-from specdec.cluster.placement import Needs, Placement
+from specdec.cluster.connection import connect, error_line, first_sentence, seclude
+from specdec.cluster.placement import PLACE_TIMEOUT_S, Needs, Placement
 from specdec.cluster.rank_host import CALLER_VARIABLES, only
 from specdec.config import join_address
 from specdec.errors import Internal, SpecdecError, Unavailable
@@ -30,7 +31,10 @@ from specdec.errors import Internal, SpecdecError, Unavailable
 #: After another rank has ended: how long the first may take to fail its calls and leave the registry.
 _LEAVE_S = 5.0
 
-_STORE_LINE = "store "
+#: What a first rank says to whoever starts the others, and once it serves; it says so in its log, too.
+_STORE_LINE, _SERVING_LINE = "store ", "serving"
+#: All ranks are on one node, so what they say to each other needs no other interface.
+_LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", Path("/sys/class/net/lo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class _Replica:
         if args.metrics:
             self._flags += ["--metrics", join_address(placement.address, placement.free_port)]
         self._environ = only(os.environ, CALLER_VARIABLES)
+        if _LOOPBACK_INTERFACE.exists():
+            self._environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE.name
         self._events: SimpleQueue[_Event] = SimpleQueue()
 
     def run(self, say: TextIO) -> int:
@@ -72,9 +78,15 @@ class _Replica:
             elif event.rank == 0 and event.words.startswith(_STORE_LINE):
                 for rank in range(1, self._args.ranks):
                     self._start(rank, store_port=event.words.removeprefix(_STORE_LINE))
-            else:
+            elif self._is_told(event):
                 print(event.words, file=say, flush=True)
         return event
+
+    def _is_told(self, event: _Event) -> bool:
+        """All that the only rank says; of several their logs, and what else the first one says."""
+        if self._args.ranks == 1 or event.words.startswith("{"):
+            return True
+        return event.rank == 0 and event.words != _SERVING_LINE
 
     def _await_first(self, say: TextIO, ended: _Event) -> _Event:
         """The first rank's end, if it comes in time; else `ended`."""
@@ -90,9 +102,9 @@ class _Replica:
         if self._args.ranks == 1:
             module, arguments = f"{role}_service", self._flags
         else:
-            own = ["--rank", str(rank), "--world-size", str(self._args.ranks)]
-            own += ["--store-host", self._placement.address, "--store-port", store_port]
-            own += ["--local-rank", "0"]  # an actor sees the GPU that it was given, and no other
+            # Each rank's actor has a GPU of its own, and sees no other.
+            own = ["--rank", str(rank), "--world-size", str(self._args.ranks), "--local-rank", "0"]
+            own += ["--store-host", _LOOPBACK, "--store-port", store_port]
             module, arguments = "specdec.service.rank", [role, *own, "--", *self._flags]
         threading.Thread(target=self._follow, args=(rank, module, arguments), daemon=True).start()
 
@@ -115,10 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpus", type=float, default=1.0)
     parser.add_argument("--gpus", choices=["auto", "none"], default="auto")
     parser.add_argument("--metrics", action="store_true")
+    parser.add_argument("--place-timeout-s", type=float, default=PLACE_TIMEOUT_S)
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--")
     args, flags = parser.parse_args(given[:end]), given[end + 1 :]
-    say = own_outputs()
+    say = seclude()
     try:
         return _run(args, flags, say)
     except SpecdecError as error:
@@ -130,12 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, flags: Sequence[str], say: TextIO) -> int:
     _tell(say, f"connecting to Ray at {args.ray_address}")
-    ray = connect(args.ray_address, namespace=f"specdec-{os.getpid()}")
+    ray = connect(args.ray_address)
     try:
         has_gpus = args.gpus == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         needs = Needs(args.ranks, args.cpus, 1.0 if has_gpus else 0.0)
         _tell(say, f"asking Ray for {needs}")
-        with Placement(ray, args.name, needs) as placement:
+        with Placement(ray, args.name, needs, args.place_timeout_s) as placement:
             replica = _Replica(ray, args, flags, placement)
             _tell(say, f"placed on node {placement.address}")
             if args.metrics:

@@ -81,7 +81,7 @@ class _Watcher:
             if stop.is_set() or not ranks.has_served:
                 self.exit_code = ranks.exit_code
                 if not stop.is_set() and self.exit_code != 1:
-                    raise Unavailable(f"the first rank ended before it served ({_ending(ranks.exit_code)})")
+                    raise Unavailable(f"the first rank ended before it served (exit code {self.exit_code})")
                 return
             pause_s = pauses.next_s(lived_s=time.monotonic() - began_s)
             _log.warning("the ranks have ended, restarting all of them in %.0f s", pause_s)
@@ -101,8 +101,9 @@ class Ranks:
 
     @property
     def exit_code(self) -> int:
-        """Of the first rank; minus a signal's number where that ended it."""
-        return (self._processes[0].returncode or 0) if self._processes else 1
+        """Of the first rank; 128 and a signal's number where that ended it."""
+        code = (self._processes[0].returncode or 0) if self._processes else 1
+        return code if code >= 0 else 128 - code
 
     async def run(self, stop: asyncio.Event, drain_grace_s: float) -> None:
         """Starts the ranks; returns once one of them has ended, or all of them on `stop`."""
@@ -162,10 +163,6 @@ async def _line(process: Process, beginning: bytes) -> bytes | None:
 def _ask_to_end(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
-
-
-def _ending(exit_code: int) -> str:
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _require_divided(settings: ReplicaSettings) -> None:

@@ -159,6 +159,22 @@ def test_one_file_dials_addresses_and_opens_ports() -> None:
     assert [module_of(path) for path in python_files() if calls.search(path.read_text())] == ["specdec.rpc.channels"]
 
 
+def test_a_process_that_is_no_rank_loads_nothing_that_ranks_are_made_of() -> None:
+    """Ranks are processes of their own, started by module name; `specdec.service.rank` knows that it is one."""
+    reaching = {
+        name: {module_of(path) for path in python_files() if name in rooms_reached(path)}
+        for name in ("specdec.engine.parallel", "specdec.service.rank")
+    }
+    assert reaching == {"specdec.engine.parallel": {"specdec.service.rank"}, "specdec.service.rank": set()}
+
+
+def rooms_reached(path: Path) -> set[str]:
+    """What a file imports that is not of its own room, and the rooms of all that."""
+    own = room_of(module_of(path))
+    modules = imported_modules(path.read_text(), "")
+    return {name for module in modules for name in (module, room_of(module)) if name != own}
+
+
 @pytest.mark.parametrize("name", ["draft", "target", "coordinator"])
 def test_a_service_has_only_the_common_messages_besides_its_own(name: str) -> None:
     proto = (ROOT / "protos" / "specdec" / "v1" / f"{name}.proto").read_text()

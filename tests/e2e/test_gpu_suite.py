@@ -19,6 +19,13 @@ CONFIG = LlamaConfig(
 )
 
 
+@pytest.mark.full
+def test_a_divided_models_step_is_measured_against_the_whole_models() -> None:
+    (row,) = gpu.divided_rows(CONFIG, "cpu", "tiny", 2, quick=True)
+    assert (row.system, row.ratio_to, row.case) == ("2 ranks", "1 rank", "tiny, 5 rows")
+    assert row.value > 0
+
+
 def test_one_stream_and_many_are_measured_with_their_limits_and_with_what_limits_them() -> None:
     figures = [gpu_stack.ONE_STREAM, gpu_stack.STREAMS]
     rows = gpu.device_rows(CONFIG, "cpu", "tiny", figures, 1 << 20, quick=True)

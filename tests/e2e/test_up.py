@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from specdec.cli.processes import free_ports
 from specdec.client import Client
 from specdec.errors import InvalidRequest
+from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
-from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up
+from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up, wait_until_gone
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,24 @@ def encoder(model: Path, folder: Path) -> Path:
 def unknown(model: Path, folder: Path) -> Path:
     (folder / "config.json").write_text('{"model_type": "llama9"}')
     return folder
+
+
+@pytest.mark.full
+def test_up_divides_targets_and_drafts_and_says_the_same(model: Path) -> None:
+    prompt = (5, 17, 99, 42, 3, 8)
+    expected = greedy(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), prompt, 48)
+    models = ("--target", str(model), "--draft", str(model), "--dtype", "float32")
+    with running(*models, "--tensor-parallel", "2", "--tensor-parallel-draft", "2") as (up, endpoint):
+        with Client(endpoint) as client:
+            answer = client.generate(
+                prompt_token_ids=prompt, max_new_tokens=48, temperature=0.0, ignore_eos=True, gamma=3
+            )
+        assert list(answer.token_ids) == expected
+        assert answer.stats.num_accepted_tokens == answer.stats.num_draft_tokens > 0
+        replicas = [pid for pid in children_of(up) if "_service" in Path(f"/proc/{pid}/cmdline").read_text()]
+        pids = [rank for pid in replicas for rank in ranks_of(pid)]
+        assert len(pids) == 4
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize("fault", [no_folder, no_checkpoint, no_tokenizer, encoder, unknown])

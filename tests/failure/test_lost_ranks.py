@@ -21,7 +21,7 @@ from specdec.errors import SpecdecError
 from specdec.rpc.client import TargetLink
 from specdec.state.redis_store import open_registry
 from specdec.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
-from tests.support.process_rig import NUM_TOKENS, PROMPT, models, reference
+from tests.support.process_rig import NUM_TOKENS, PROMPT, models, ranks_of, reference
 from tests.support.redis_fixture import RedisServer, redis_server
 from tests.support.stack import Stack, is_serving
 from tests.support.tiny_models import build_tiny_model
@@ -37,20 +37,6 @@ def stack(models: tuple[Path, Path], redis_server: RedisServer) -> Iterator[Stac
     divided = ("--tensor-parallel", "2", "--redis-url", redis_server.url)
     with Stack(*models, target_arguments=divided, coordinator_arguments=["--draft-timeout-s", "20"]) as stack:
         yield stack
-
-
-def ranks_of(watcher_pid: int) -> list[int]:
-    """Process ids of a watcher's ranks, by rank."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            words = (path.parent / "cmdline").read_bytes().decode().split("\0")
-        except (OSError, IndexError):
-            continue
-        if parent == watcher_pid and "--rank" in words:
-            found[int(words[words.index("--rank") + 1])] = int(path.parent.name)
-    return [found[rank] for rank in sorted(found)]
 
 
 def target_ranks(stack: Stack) -> list[int]:

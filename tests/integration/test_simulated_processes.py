@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import redis
 
-from bench.simulated_system import ProcessSystem, simulated_replicas, write_tokenizer
+from bench.simulated_system import ProcessSystem, redis_server, simulated_replicas, write_tokenizer
 from bench.streams import StreamProcess, StreamRequest
 
 NUM_TOKENS = 120
@@ -41,3 +42,28 @@ def test_streams_of_law_and_greedy_rounds_run_to_their_ends_and_accept_as_dialle
     assert all(len(run.chunk_s) == run.stats["num_rounds"] for run in runs)
     # Some 240 rounds take the coordinator well over 0.1 ms each, on its one event loop.
     assert 1e-4 * num_rounds < cpu_s < wall_s * (os.cpu_count() or 1)
+
+
+def test_coordinators_of_a_tenant_tell_each_other_through_redis_who_holds_a_prefix(tokenizer_dir: Path) -> None:
+    prefix = [1 + 7 * index % 1_000 for index in range(1_000)]
+    with (
+        redis_server() as redis_url,
+        ProcessSystem(
+            tokenizer_dir,
+            simulated_replicas("simulated:8b-0.6b,predraft=off", num_drafts=2, num_targets=3),
+            redis_url=redis_url,
+            num_coordinators=2,
+            coordinator_arguments=("--tenant", "acme"),
+        ) as system,
+        StreamProcess(system.endpoints[0]) as one,
+        StreamProcess(system.endpoints[1]) as other,
+    ):
+        runs = []
+        for index in range(8):
+            asked = StreamRequest([*prefix, 2_000 + index], {"max_new_tokens": 8, "ignore_eos": True})
+            runs += (one, other)[index % 2].run([asked])
+        with redis.Redis.from_url(redis_url) as client:
+            keys = client.keys("specdec:*")
+    # Load alone would have all three targets read the prefix: 992 of its tokens are whole blocks.
+    assert [run.num_cached_prompt_tokens for run in runs] == [0, *[992] * 7]
+    assert {key.partition(b"{")[0] for key in keys} == {b"specdec:acme:prefix:"}

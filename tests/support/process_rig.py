@@ -82,3 +82,17 @@ def read_some(stream: Iterator[pb.GenerateResponse], num_tokens: int) -> Output:
     while len(output.token_ids) < num_tokens:
         output.add(next(stream))
     return output
+
+
+def ranks_of(watcher_pid: int) -> list[int]:
+    """Process ids of a watcher's ranks, by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            words = (path.parent / "cmdline").read_bytes().decode().split("\0")
+        except (OSError, IndexError):
+            continue
+        if parent == watcher_pid and "--rank" in words:
+            found[int(words[words.index("--rank") + 1])] = int(path.parent.name)
+    return [found[rank] for rank in sorted(found)]

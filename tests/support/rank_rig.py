@@ -80,7 +80,8 @@ class RankRig:
             outcome, own = error, {}
         answers = [json.loads(child.stdout.readline()) for child in self._children if child.stdout is not None]
         if isinstance(outcome, SpecdecError):
-            assert [answer["error"] for answer in answers] == [outcome.message] * len(answers)
+            # One that the first rank alone can see, a failed self-check, has not kept the others from loading.
+            assert {answer["error"] for answer in answers if "error" in answer} <= {outcome.message}
             raise outcome
         self.shares = [own, *answers]
         self._worker = outcome

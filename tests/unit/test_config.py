@@ -122,6 +122,15 @@ def test_a_usage_error_is_one_line_and_exit_code_2(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("tenant", ["", "a/b", "a b", "{a}", "x" * 65, "\u00e9"])
+def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", tenant])
+    assert capsys.readouterr().err == (f"error: --tenant: {tenant!a} is not 1 to 64 letters, digits, '_', '.' or '-'\n")
+    named = parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", "x" * 64])
+    assert named.tenant == "x" * 64
+
+
 def test_a_missing_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_settings(TargetSettings, prog="target", argv=[])

@@ -76,6 +76,8 @@ class RankGroup:
         self._store = store
         self._first = torch.zeros(1 + _FIRST_WORDS, dtype=torch.int32)
         self._first_words = self._first.numpy()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         self.meet("here")
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",

@@ -66,8 +66,11 @@ class Lifeline:
             while len(peers) < num_ranks - 1:
                 peer = server.accept()[0]
                 peer.settimeout(BEAT_S)
-                with contextlib.suppress(OSError, ValueError):  # not one of ours
-                    peers[int(peer.recv(_READ_BYTES))] = peer
+                rank = _rank_of(peer)
+                if rank in range(1, num_ranks) and rank not in peers:
+                    peers[rank] = peer
+                else:  # not one of ours
+                    peer.close()
         return cls(peers)
 
     @classmethod
@@ -103,8 +106,10 @@ class Lifeline:
     def _watch(self, rank: int, peer: socket.socket) -> None:
         try:
             last_line = self._read_until_end(peer)
-        except OSError as error:
-            last_line, reason = b"", str(error)
+        except TimeoutError as silence:
+            last_line, reason = b"", str(silence)
+        except OSError:  # what was on its way to a process that has ended is refused
+            last_line, reason = b"", "it has ended"
         else:
             reason = "it has ended"
         if last_line == _BYE or self._is_closed:
@@ -112,7 +117,12 @@ class Lifeline:
         self._lose(_error_of(last_line) or Unavailable(f"rank {rank} is gone: {reason}"))
 
     def _read_until_end(self, peer: socket.socket) -> bytes:
-        """Returns the last line that is no beat, once there is one or the peer has closed. Raises OSError: silence."""
+        """Returns the last line that is no beat, once there is one or the peer has closed.
+
+        Raises:
+            TimeoutError: the peer is silent.
+            OSError: it is gone.
+        """
         held, num_missed, beat_at_s = b"", 0, 0.0
         while num_missed < PATIENCE_BEATS:
             if time.monotonic() >= beat_at_s:
@@ -140,6 +150,14 @@ class Lifeline:
         _log.error("%s", error.message)
         if note_lost is not None:
             note_lost(error)
+
+
+def _rank_of(peer: socket.socket) -> int:
+    """What a new connection says that it is; 0 where that makes no sense."""
+    try:
+        return int(peer.recv(_READ_BYTES))
+    except (OSError, ValueError):
+        return 0
 
 
 def _error_of(words: bytes) -> SpecdecError | None:

@@ -110,8 +110,6 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
     if getattr(config, "quantization_config", None) is not None:
         raise Unsupported(f"{FLAG}: model {wanted.model!r} is quantised, and is not divided", field="tensor_parallel")
     token_to_id = load_vocabulary(directory)
-    if ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)
     register_attention()
     register_probe()
     began_s = time.monotonic()
@@ -134,6 +132,8 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
             shards.model, directory, token_to_id, num_blocks, context, ranks.device, None,
             num_head_rows=shards.num_head_rows, is_int8=False,
         )  # fmt: skip
+        if wanted.self_check and ranks.is_first:
+            _log.info("self-check: comparing with the model's own forward pass")
         reference = _reference(shards, shape, layers) if wanted.self_check else None
         shards.model.set_attn_implementation(ATTENTION_NAME)
         cache = KvCache(shapes, num_blocks=num_blocks, dtype=shards.model.dtype, device=ranks.device)
@@ -144,7 +144,11 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         return own
     lead = LeadWorker(own, ranks, lifeline)
     if reference is not None:
-        require_same(lead, reference, config.model_type)
+        try:
+            require_same(lead, reference, config.model_type)
+        except BaseException:
+            lead.close()
+            raise
         _log.info("self-check passed")
     return lead
 
@@ -194,13 +198,13 @@ def _agree_on_blocks(
         raise failure
     if num_blocks < 1:
         raise InvalidRequest("the KV pool of another rank has no room for one block", field="kv_cache_bytes")
-    _log.info("KV cache of %d blocks: %d tokens in all", num_blocks, num_blocks * BLOCK_TOKENS)
+    if ranks.is_first:
+        _log.info("KV cache of %d blocks: %d tokens in all", num_blocks, num_blocks * BLOCK_TOKENS)
     return num_blocks
 
 
 def _reference(shards: _Shards, shape: ModelShape, layers: list[ProbedLayer]) -> Reference:
     """What transformers' own modules give, on all ranks together."""
-    _log.info("self-check: comparing with the model's own forward pass")
     with shards.joined():
         kinds = [layer.kind for layer in layers]
         return take_reference(shards.model, shape, kinds, Arithmetic(torch.finfo(shards.model.dtype).eps))

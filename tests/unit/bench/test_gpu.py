@@ -28,6 +28,15 @@ def test_without_a_device_nothing_is_measured_and_one_line_says_so(capsys: pytes
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_with_fewer_devices_than_ranks_nothing_is_measured_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert gpu.run(argparse.Namespace(quick=True, tensor_parallel=2)) == []
+    assert capsys.readouterr().err == "bench gpu: 2 GPUs are needed, this machine has 1; nothing was measured\n"
+
+
 def test_each_model_gets_its_step_and_its_ratio_to_the_floor() -> None:
     rows = gpu.device_rows(CONFIG, "cpu", "tiny", [gpu.ENGINE], 1 << 20, quick=True)
     found = {(row.system, row.metric): row for row in rows}

@@ -275,3 +275,16 @@ def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claim
         pool.observe(liar)
     afterwards, expected = (chosen(one(record), world, 0.8, 200, seed=2) for record in (pool, other_pool))
     assert np.mean(afterwards) == pytest.approx(np.mean(expected), abs=1.0)
+
+
+@pytest.mark.parametrize("claimed", [1 << 20, (1 << 32) - 1])
+def test_a_target_that_tells_nonsense_of_others_does_not_end_speculation(claimed: int) -> None:
+    world = World(row_s=0.0003)
+    pool, other_pool = PoolRecord(), PoolRecord()
+    for record in (pool, other_pool):
+        chosen(one(record), world, 0.8, 50)
+    for _ in range(2):
+        liar = slow_round(num_prefilled=1, seconds=world.round_s(4))
+        pool.observe(liar._replace(num_others=claimed, num_other_rows=claimed))
+    afterwards, expected = (chosen(one(record), world, 0.8, 400, seed=2)[-100:] for record in (pool, other_pool))
+    assert np.mean(afterwards) == pytest.approx(np.mean(expected), abs=1.0)

@@ -179,11 +179,13 @@ async def test_holders_that_take_no_sessions_are_passed_over() -> None:
     assert replicas.choose_target() is other
 
 
-@pytest.mark.parametrize("name", ["dead", "draining", "of another model"])
+@pytest.mark.parametrize("name", ["dead", "draining", "late", "of another model"])
 async def test_a_session_does_not_come_back_to_a_replica_that_cannot_take_it(name: str) -> None:
     pools = ReplicaPools("v", open_link)
     home, other = replica("home", draining=name == "draining"), replica("other", num_running=1)
     home.is_alive = name != "dead"
+    if name == "late":
+        home.lateness.note_late(asked_at=1.0, heard_at=0.0)
     if name == "of another model":
         home.info = replace(home.info, model_fingerprint="another")  # type: ignore[type-var]
     pools._replicas = {(TARGET, each.address): each for each in (home, other)}

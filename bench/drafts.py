@@ -1,0 +1,95 @@
+"""Suite `drafts`: what kinds of drafts are good for. Rows 30 and 31: text that repeats, drafted without a model.
+
+A request of the kind that edits or quotes: its prompt holds a file's beginning, what the target made of it, and the
+beginning again, as an edited copy would. The target is `deep(18, 0.02)`, greedy, one stream; ours finds its drafts in
+the text (`suffix`), the peer is Hugging Face's prompt lookup on the same prompts. Every prompt is new to every system:
+what `suffix` finds is in the prompt, or was said in answer to other ones. Not here: draft models (`latency`).
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.models import DEMO, deep
+from bench.pairs import interleave, median_ratio
+from bench.peers import PeerProcess, PeerRun
+from bench.report import progress
+from bench.rows import Origin, Row
+from bench.system import RunningSystem, SystemRun, acceptance, emitted_per_round
+from bench.workload import NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
+
+SUITE = "drafts"
+CASE = "deep(18, 0.02), text that repeats"
+SUFFIX, NGRAM, TARGET_ONLY, LOOKUP = "suffix", "ngram", "target_only", "hf_prompt_lookup"
+NUM_QUICK_PROMPTS = 3
+#: As Transformers' documentation sets it.
+LOOKUP_TOKENS = 10
+
+Runs = dict[str, list[SystemRun] | list[PeerRun]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Nothing beyond what every suite takes."""
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure and return the rows; prints nothing but progress."""
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
+        starts = prompt_token_ids(target_dir)
+        starts = starts[: NUM_QUICK_PROMPTS + 2] if arguments.quick else starts
+        with (
+            RunningSystem(target_dir, None, lookup=(SUFFIX,)) as suffix,
+            RunningSystem(target_dir, None, lookup=(NGRAM,)) as ngram,
+            RunningSystem(target_dir, None) as alone,
+            PeerProcess(target_dir, None, NUM_THREADS) as peer,
+        ):
+            options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0}
+            systems: dict[str, Callable] = {
+                SUFFIX: partial(suffix.run, **options),
+                NGRAM: partial(ngram.run, **options),
+                TARGET_ONLY: partial(alone.run, mode="off", **options),
+                LOOKUP: lambda prompt: peer.run("prompt_lookup", prompt, NUM_NEW_TOKENS, LOOKUP_TOKENS),
+            }
+            with progress("text that repeats", len(starts) * (1 + len(systems))) as advance:
+                prompts = []
+                for start in starts:
+                    # Made by the peer, so that none of ours has it in its cache or its history.
+                    answer = peer.run("plain", start, NUM_NEW_TOKENS, LOOKUP_TOKENS).token_ids
+                    prompts.append([*start, *answer, *start[1:]])
+                    advance()
+                interleave(prompts[:2], systems, advance)
+                runs = interleave(prompts[2:], systems, advance)
+    return _rows(runs, arguments.quick)
+
+
+def _rows(runs: Runs, quick: bool) -> list[Row]:
+    rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
+    row = partial(Row, suite=SUITE, case=CASE, origin=Origin(), quick=quick)
+    rows = []
+    for number, system, other, required in (
+        (30, SUFFIX, TARGET_ONLY, 2.0), (31, SUFFIX, LOOKUP, 1.5), (None, NGRAM, TARGET_ONLY, None),
+        (None, NGRAM, LOOKUP, None),
+    ):  # fmt: skip
+        ratio = median_ratio(rates[system], rates[other])
+        rows.append(
+            row(
+                row=number, system=system, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=other,
+                low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=required,
+            )
+        )  # fmt: skip
+    for name, measured in rates.items():
+        figures = {"tokens_per_s": (float(np.median(measured)), "tokens/s")}
+        if name in (SUFFIX, NGRAM):
+            figures |= {"alpha": (acceptance(runs[name]), ""), "tau": (emitted_per_round(runs[name]), "tokens/round")}
+        rows += [
+            row(row=None, system=name, metric=metric, value=value, unit=unit)
+            for metric, (value, unit) in figures.items()
+        ]
+    same = [ours.token_ids == alone.token_ids for ours, alone in zip(runs[SUFFIX], runs[TARGET_ONLY], strict=True)]
+    rows.append(row(row=None, system=SUFFIX, metric="texts_equal_to_target_only", value=float(np.mean(same)), unit=""))
+    return rows

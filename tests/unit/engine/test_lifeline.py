@@ -1,0 +1,120 @@
+"""How a rank learns that another one is gone: an end, silence, last words, or leaving in order."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from specdec.engine.parallel import lifeline
+from specdec.engine.parallel.lifeline import Lifeline
+from specdec.errors import InvalidRequest, SpecdecError, Unavailable
+
+_PATIENCE_S = 20.0
+
+
+class Ends:
+    """The first rank's lifeline, and the sockets of the others, whom the test plays."""
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        pairs = {rank: socket.socketpair() for rank in range(1, num_ranks)}
+        self.others = {rank: pair[1] for rank, pair in pairs.items()}
+        self.told: SimpleQueue[SpecdecError] = SimpleQueue()
+        self.first = Lifeline({rank: pair[0] for rank, pair in pairs.items()})
+        self.first.watch(self.told.put)
+
+    def hear(self) -> SpecdecError:
+        return self.told.get(timeout=_PATIENCE_S)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    for other in ends.others.values():
+        other.close()
+
+
+def test_a_rank_that_has_ended_is_told_by_its_number() -> None:
+    ends = Ends(3)
+    ends.others[2].close()
+    assert isinstance(error := ends.hear(), Unavailable)
+    assert error.message == "rank 2 is gone: it has ended"
+    ends.others[1].close()
+    with pytest.raises(Empty):  # the group is lost once
+        ends.told.get(timeout=0.2)
+
+
+def test_whoever_watches_late_hears_of_what_is_gone_already(ends: Ends) -> None:
+    ends.others[1].close()
+    ends.hear()
+    late: SimpleQueue[SpecdecError] = SimpleQueue()
+    ends.first.watch(late.put)
+    assert late.get_nowait().message == "rank 1 is gone: it has ended"
+
+
+def test_a_rank_that_fails_says_why() -> None:
+    """As the error that it is, whatever was on its way before."""
+    pair = socket.socketpair()
+    told: SimpleQueue[SpecdecError] = SimpleQueue()
+    first = Lifeline({1: pair[0]})
+    first.watch(told.put)
+    Lifeline({0: pair[1]}).fail(InvalidRequest("model 'x' lacks weights", field="model"))
+    error = told.get(timeout=_PATIENCE_S)
+    assert isinstance(error, InvalidRequest)
+    assert (error.message, error.field) == ("model 'x' lacks weights", "model")
+
+
+@pytest.mark.parametrize("words", [b"{}", b"[1]", b'{"error": "open", "message": "", "field": ""}', b"\xff"])
+def test_last_words_that_make_no_sense_are_a_loss_all_the_same(ends: Ends, words: bytes) -> None:
+    ends.others[1].sendall(words + b"\n")
+    assert isinstance(error := ends.hear(), Unavailable)
+    assert error.message.startswith("rank 1 is gone")
+
+
+def test_a_rank_that_leaves_in_order_is_no_loss(ends: Ends) -> None:
+    ends.others[1].sendall(b"\n\nbye\n")
+    ends.others[1].close()
+    with pytest.raises(Empty):
+        ends.told.get(timeout=0.3)
+
+
+def test_a_silent_rank_is_lost_after_so_many_beats_and_one_that_beats_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "BEAT_S", 0.25)
+    pair, silent = socket.socketpair(), socket.socketpair()
+    alive, gone = SimpleQueue[SpecdecError](), SimpleQueue[SpecdecError]()
+    beating = [Lifeline({1: pair[0]}), Lifeline({0: pair[1]})]
+    beating[0].watch(alive.put)
+    Lifeline({1: silent[0]}).watch(gone.put)
+    assert gone.get(timeout=_PATIENCE_S).message == "rank 1 is gone: it has been silent for 2 s"
+    assert alive.empty()
+
+
+def test_strangers_take_nobodys_place() -> None:
+    stored: dict[str, str] = {}
+    published = threading.Event()
+
+    class Store:
+        def set(self, key: str, value: str) -> None:
+            stored[key] = value
+            published.set()
+
+        def get(self, key: str) -> bytes:
+            published.wait(_PATIENCE_S)
+            return stored[key].encode()
+
+    store, led = Store(), SimpleQueue[Lifeline]()
+    threading.Thread(target=lambda: led.put(Lifeline.of_first(store, "127.0.0.1", 2)), daemon=True).start()
+    address = ("127.0.0.1", int(store.get("lifeline")))
+    for words in (b"7\n", b"0\n", b"GET / HTTP/1.1\r\n"):
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(words)
+            assert stranger.recv(1) == b""
+    other = Lifeline.of_other(store, "127.0.0.1", 1)
+    told: SimpleQueue[SpecdecError] = SimpleQueue()
+    led.get(timeout=_PATIENCE_S).watch(told.put)
+    other.fail(Unavailable("so it is"))
+    assert told.get(timeout=_PATIENCE_S).message == "so it is"
