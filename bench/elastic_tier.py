@@ -11,7 +11,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -32,7 +32,7 @@ from specdec.types import BLOCK_TOKENS
 PROMPT_TOKENS = 1_500
 NEW_TOKENS = (7, 8, 9, 10)
 OUTPUT_TOKENS = 8
-NUM_HALVES = 2
+NUM_WARM, NUM_HALVES = 2, 2
 NUM_RUNS = PROMPT_TOKENS // (RUN_BLOCKS * BLOCK_TOKENS)
 #: Of the demo pair's tokenizer.
 _FIRST_ID, _VOCABULARY = 3, 2_048
@@ -46,6 +46,8 @@ class _Turn:
 
     ttft_s: float
     token_ids: list[int]
+    num_runs: float = 0
+    """Of KV that were restored for it."""
 
 
 def measure_tier(num_runs: int, row: Callable[..., Row]) -> list[Row]:
@@ -59,17 +61,23 @@ def measure_tier(num_runs: int, row: Callable[..., Row]) -> list[Row]:
         RuntimeError: a session said something else by restore, or not all of its KV was restored.
     """
     with redis_server() as store_url, redis_server(_TIER) as tier_url:
-        prompts = [_prompt(index) for index in range(1 + num_runs + NUM_HALVES)]
+        # The first pay for what is cold, the last have half of their KV.
+        measured, halves = (
+            range(NUM_WARM, NUM_WARM + num_runs),
+            range(NUM_WARM + num_runs, NUM_WARM + num_runs + NUM_HALVES),
+        )
+        prompts = [_prompt(index) for index in range(halves.stop)]
         _run_first_turns(prompts, store_url, tier_url)
-        halves = range(1 + num_runs, len(prompts))
         for index in halves:
             _forget_second_half(prompts[index], tier_url)
-        turns = _run_second_turns(prompts, store_url, tier_url, num_halves=len(halves))
+        turns = _run_second_turns(len(prompts), store_url, tier_url)
     for index, (restored, replayed) in enumerate(zip(turns["restore"], turns["replay"], strict=True)):
         if restored.token_ids != replayed.token_ids:
             raise RuntimeError(f"session {index} says something else once its KV was restored")
-    # The first pays for what is cold, the last ones had half of their KV.
-    ttft_s = {name: [turn.ttft_s for turn in done[1 : 1 + num_runs]] for name, done in turns.items()}
+        wanted = NUM_RUNS if index in measured else NUM_RUNS // 2
+        if index >= NUM_WARM and restored.num_runs != wanted:
+            raise RuntimeError(f"session {index}: {restored.num_runs:.0f} runs of KV were restored instead of {wanted}")
+    ttft_s = {name: [done[index].ttft_s for index in measured] for name, done in turns.items()}
     ratio = median_ratio(ttft_s["replay"], ttft_s["restore"])
     row = partial(row, row=None, case=f"demo pair, a session of {PROMPT_TOKENS} tokens returns on a cold replica")
     return [
@@ -119,29 +127,23 @@ def _run_first_turns(prompts: list[list[int]], store_url: str, tier_url: str) ->
             advance()
 
 
-def _run_second_turns(
-    prompts: list[list[int]], store_url: str, tier_url: str, *, num_halves: int
-) -> dict[str, list[_Turn]]:
+def _run_second_turns(num_sessions: int, store_url: str, tier_url: str) -> dict[str, list[_Turn]]:
     metrics = f"127.0.0.1:{free_ports(1)[0]}"
     with contextlib.ExitStack() as stack:
         clients = {}
         for name, replicas in (("restore", _replicas(tier_url, metrics)), ("replay", _replicas(""))):
             system = stack.enter_context(ProcessSystem(DEMO / "target", replicas, redis_url=store_url))
             clients[name] = stack.enter_context(Client(system.endpoint))
-        advance = stack.enter_context(progress("second turns", 2 * len(prompts)))
+        advance = stack.enter_context(progress("second turns", 2 * num_sessions))
 
         def measure(index: int, name: str) -> _Turn:
-            return _run_turn(clients[name], f"{name}-{index}", list(NEW_TOKENS))
+            num_before = _total(_figures(metrics), "runs_restored_total")
+            turn = _run_turn(clients[name], f"{name}-{index}", list(NEW_TOKENS))
+            return replace(turn, num_runs=_total(_figures(metrics), "runs_restored_total") - num_before)
 
-        turns = interleave(
-            range(len(prompts)), {name: partial(measure, name=name) for name in clients}, after_each=advance
+        return interleave(
+            range(num_sessions), {name: partial(measure, name=name) for name in clients}, after_each=advance
         )
-        figures = _figures(metrics)
-    num_restored = _total(figures, "runs_restored_total")
-    expected = (len(prompts) - num_halves) * NUM_RUNS + num_halves * (NUM_RUNS // 2)
-    if num_restored != expected:
-        raise RuntimeError(f"{num_restored:.0f} runs of KV were restored instead of {expected}: {figures}")
-    return turns
 
 
 def _run_turn(client: Client, session_id: str, token_ids: list[int]) -> _Turn:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bench.rows import Row
 from bench.simulated_system import redis_server
-from specdec.engine.base import KvLayout, ModelShape, StepPlan
+from specdec.engine.base import KvLayout, ModelShape, StepPlan, Worker
 from specdec.engine.loop.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.device import ForwardTime
@@ -34,7 +34,7 @@ _TIER = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
 _PATIENCE_S = 60.0
 
 
-class _TimedWorker:
+class _TimedWorker(Worker):
     """Implements `specdec.engine.base.Worker` without a model."""
 
     def __init__(self, forward: ForwardTime) -> None:

@@ -124,6 +124,7 @@ class Generation:
         is_first = True
         while True:
             outcome = await parts.runner.run(parts.round_id, parts.writer.remaining)
+
             output = parts.writer.write(outcome.token_ids)
             decided = DecidedRound(parts.round_id, len(parts.tokens), outcome, output)
             parts.round_id += 1
@@ -131,18 +132,20 @@ class Generation:
             parts.replicas.truncate_to(len(parts.tokens))
 
             await parts.publisher.publish(decided)
-            if is_first:
-                is_first = False
-                self._note_prefixes()  # other sessions may begin as this one does, before it ends
             if output.finish_reason is not None:
                 await parts.publisher.wait()
                 return self._finished(output.finish_reason)
+            if is_first:
+                is_first = False
+                self._note_prefixes()  # other sessions may begin as this one does, before it ends
 
     async def _clean_up(self, error: SpecdecError | None) -> None:
         """Lets the last commit end, then gives the lease back."""
         await self._parts.publisher.close()
         self._parts.remember_output(self._parts.tokens.tail(self._identity.output_start).tolist())
         self._parts.lease_keeper.drop(self._parts.lease)
+        stats = self._parts.account.stats
+        self._parts.replicas.end_turn(stats.num_rounds + stats.num_draft_tokens if error is None else None)
         try:
             if error is not None and not self.stream.num_tokens and not self.is_cancelled:
                 await self._parts.on_failure_without_output()
@@ -163,5 +166,4 @@ class Generation:
     def _finished(self, reason: FinishReason) -> Finished:
         account = self._parts.account
         account.count_finish(reason, self.stream.num_tokens)
-        self._parts.replicas.note_request(account.stats.num_rounds + account.stats.num_draft_tokens)
         return Finished(reason, self._identity.output_start, self.stream.num_tokens, account.stats)

@@ -149,9 +149,11 @@ class SessionReplicas:
         self.learn(replica, lengths[replica.incarnation])
         return replica
 
-    def note_request(self, num_rows: int) -> None:
-        """A request of the session has ended after so many rows of the target, its prompt's left out."""
-        self._rule.note_request(num_rows)
+    def end_turn(self, num_rows: int | None) -> None:
+        """A request of the session has ended, well after so many rows of the target, its prompt's left out."""
+        self._prefix_tokens = {}
+        if num_rows is not None:
+            self._rule.note_request(num_rows)
 
     @property
     def num_held(self) -> dict[str, int]:

@@ -25,11 +25,17 @@ _REFUSALS = {
 }
 
 
-def own_outputs() -> TextIO:
-    """Takes stdout for this process's own lines; whatever else is written to stdout or stderr is dropped from now on.
+def seclude() -> TextIO:
+    """Prepares this process for Ray, before that is imported.
 
-    Call it before ray is imported. What Ray has to say of itself is in its own logs, on each node.
+    It leaves its folder, which Ray would have every worker import from first: in a folder that others may write to, a
+    file named like a module would run as whoever started this.
+
+    Returns:
+        What was stdout, for this process's own lines. Whatever else is written to stdout or stderr is dropped from now
+        on; what Ray has to say of itself is in its own logs, on each node.
     """
+    os.chdir("/")
     own = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
     void = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
@@ -48,12 +54,11 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(address: str, namespace: str) -> Any:
-    """Connects this process to a cluster as one of its jobs.
+def connect(address: str) -> Any:
+    """Connects this process to a cluster as one of its jobs, in which the names of actors are its own.
 
     Args:
         address: HOST:PORT of its head, or auto: the one that runs on this machine.
-        namespace: in which the names of this job's actors are its own.
 
     Returns:
         The package, connected.
@@ -72,8 +77,8 @@ def connect(address: str, namespace: str) -> Any:
     resolved = _resolve(address)
     _require_answer(resolved, ray.__version__, told=f"--ray-address {address}")
     try:
-        ray.init(address=resolved, namespace=namespace, log_to_driver=False, configure_logging=False)
-    except (RuntimeError, ConnectionError, ValueError) as error:
+        ray.init(address=resolved, log_to_driver=False, configure_logging=False)
+    except Exception as error:  # Ray raises whatever it likes
         raise Unavailable(f"--ray-address {address}: {first_sentence(error)}") from error
     return ray
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 
-from specdec.cluster.connection import error_line, first_sentence, import_ray, own_outputs
+from specdec.cluster.connection import error_line, first_sentence, import_ray, seclude
 from specdec.errors import SpecdecError, Unavailable
 
 #: Sockets lie some sixty characters below it, and their paths are short everywhere.
@@ -23,7 +23,7 @@ _FOLDER = "/tmp"
 
 def main() -> int:
     """Runs until SIGTERM; returns the exit code."""
-    say = own_outputs()
+    say = seclude()
     folder = tempfile.mkdtemp(prefix="specdec-ray-", dir=_FOLDER)
     try:
         ray = import_ray()
@@ -42,7 +42,7 @@ def main() -> int:
     except SpecdecError as error:
         print(error_line(error), file=say)
         return 1
-    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises whatever it likes
         print(error_line(Unavailable(f"no Ray can be started here: {first_sentence(error)}")), file=say)
         return 1
     finally:

@@ -22,8 +22,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from specdec.cluster.connection import connect, error_line, first_sentence, own_outputs
-from specdec.cluster.placement import Needs, Placement
+from specdec.cluster.connection import connect, error_line, first_sentence, seclude
+from specdec.cluster.placement import PLACE_TIMEOUT_S, Needs, Placement
 from specdec.cluster.rank_host import CALLER_VARIABLES, only
 from specdec.config import join_address
 from specdec.errors import Internal, SpecdecError, Unavailable
@@ -78,9 +78,15 @@ class _Replica:
             elif event.rank == 0 and event.words.startswith(_STORE_LINE):
                 for rank in range(1, self._args.ranks):
                     self._start(rank, store_port=event.words.removeprefix(_STORE_LINE))
-            elif event.rank == 0 and (self._args.ranks == 1 or event.words != _SERVING_LINE):
+            elif self._is_told(event):
                 print(event.words, file=say, flush=True)
         return event
+
+    def _is_told(self, event: _Event) -> bool:
+        """All that the only rank says; of several their logs, and what else the first one says."""
+        if self._args.ranks == 1 or event.words.startswith("{"):
+            return True
+        return event.rank == 0 and event.words != _SERVING_LINE
 
     def _await_first(self, say: TextIO, ended: _Event) -> _Event:
         """The first rank's end, if it comes in time; else `ended`."""
@@ -121,10 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpus", type=float, default=1.0)
     parser.add_argument("--gpus", choices=["auto", "none"], default="auto")
     parser.add_argument("--metrics", action="store_true")
+    parser.add_argument("--place-timeout-s", type=float, default=PLACE_TIMEOUT_S)
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--")
     args, flags = parser.parse_args(given[:end]), given[end + 1 :]
-    say = own_outputs()
+    say = seclude()
     try:
         return _run(args, flags, say)
     except SpecdecError as error:
@@ -136,12 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, flags: Sequence[str], say: TextIO) -> int:
     _tell(say, f"connecting to Ray at {args.ray_address}")
-    ray = connect(args.ray_address, namespace=f"specdec-{os.getpid()}")
+    ray = connect(args.ray_address)
     try:
         has_gpus = args.gpus == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         needs = Needs(args.ranks, args.cpus, 1.0 if has_gpus else 0.0)
         _tell(say, f"asking Ray for {needs}")
-        with Placement(ray, args.name, needs) as placement:
+        with Placement(ray, args.name, needs, args.place_timeout_s) as placement:
             replica = _Replica(ray, args, flags, placement)
             _tell(say, f"placed on node {placement.address}")
             if args.metrics:

@@ -37,6 +37,7 @@ class RankHost:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._is_stopping = False
 
     def place(self) -> tuple[str, int]:
         """The address of the node that this is on, and a port that was free there a moment ago."""
@@ -51,6 +52,8 @@ class RankHost:
         """Starts the rank; each line that it writes, and with True how it ended. Once."""
         own = {**only(os.environ, NODE_VARIABLES), **environ}
         self._process = start_service(module, arguments, own)
+        if self._is_stopping:
+            self._process.terminate()
         assert self._process.stdout is not None  # start_service has opened it
         for line in self._process.stdout:
             yield line.rstrip("\n"), False
@@ -58,6 +61,7 @@ class RankHost:
 
     def ask_to_stop(self) -> None:
         """Drain and end."""
+        self._is_stopping = True
         if self._process is not None:
             self._process.terminate()
 

@@ -7,21 +7,34 @@ prefill costs there (`specdec.engine.schedule.step_times`). Called by `specdec.s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
-from specdec.core.forward_time import RunningMean
+#: What counts of the past: a store that others begin to use is noticed at the third fetch, a moment in which this
+#: machine was busy otherwise is not believed.
+NUM_REMEMBERED = 5
 
-#: Share of a record that is left one observation later: a store that others begin to use is noticed in a few.
-KEEP = 0.8
+
+class _Recent:
+    """The median of the newest observations; 0 before the first. Observed by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self.value = 0.0
+
+    def observe(self, value: float) -> None:
+        self._newest.append(value)
+        self.value = median(self._newest)
 
 
 class RestoreRule:
     """The measured left side of the rule, and the choice. Each kind of observation comes from one thread."""
 
     def __init__(self) -> None:
-        self._latency_s = RunningMean()
-        self._transfer_s = RunningMean()  # per byte
-        self._copy_s = RunningMean()  # per byte
+        self._latency_s = _Recent()
+        self._transfer_s = _Recent()  # per byte
+        self._copy_s = _Recent()  # per byte
 
     @property
     def latency_s(self) -> float:
@@ -35,15 +48,15 @@ class RestoreRule:
 
     def observe_latency(self, seconds: float) -> None:
         """An answer without a payload took this long."""
-        self._latency_s.observe(seconds, KEEP)
+        self._latency_s.observe(seconds)
 
     def observe_transfer(self, num_bytes: int, seconds: float) -> None:
         """A payload was fetched and checked."""
-        self._transfer_s.observe(seconds / num_bytes, KEEP)
+        self._transfer_s.observe(seconds / num_bytes)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """A payload was copied into KV blocks."""
-        self._copy_s.observe(seconds / num_bytes, KEEP)
+        self._copy_s.observe(seconds / num_bytes)
 
     def restore_s(self, num_bytes: int) -> float:
         """n·b/W + L, in seconds; infinite before anything was measured."""

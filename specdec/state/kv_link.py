@@ -18,7 +18,7 @@ from redis.retry import Retry
 from specdec.errors import InvalidRequest
 from specdec.state.connection import describe_url
 
-#: Of every command. Whoever wanted an answer has gone on long before.
+#: For an answer, or a part of one. Whoever wanted it has gone on long before.
 SOCKET_TIMEOUT_S = 1.0
 #: How long a Redis that failed is left alone: at first, doubled each time, and at most.
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
@@ -48,8 +48,11 @@ class KvLink:
         self._is_closed = False
         self._has_warned = False
 
-    def connect(self) -> Any:
+    def connect(self, *, patience: float = 1.0) -> Any:
         """A client of its own, which connects at its first command.
+
+        Args:
+            patience: how many times as long as an answer a command may take to send.
 
         Raises:
             InvalidRequest: the URL has another form.
@@ -57,7 +60,7 @@ class KvLink:
         try:
             return Redis.from_url(
                 self._url,
-                socket_timeout=SOCKET_TIMEOUT_S,
+                socket_timeout=patience * SOCKET_TIMEOUT_S,
                 socket_connect_timeout=SOCKET_TIMEOUT_S,
                 socket_read_size=_READ_BYTES,
                 retry=Retry(NoBackoff(), 0),

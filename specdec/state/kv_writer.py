@@ -26,6 +26,9 @@ MAX_BATCH = 32
 MAX_KNOWN = 65_536
 KNOWN_S = 600.0
 
+#: A run has to be sent whole within so many times the time of an answer; nobody waits for it.
+SEND_PATIENCE = 10.0
+
 Read = Callable[[], Payload | None]
 _Offer = tuple[bytes, Read]
 
@@ -38,7 +41,7 @@ class KvWriter:
         self._link = link
         self._space = space
         self._tally = tally
-        self._client = link.connect()
+        self._client = link.connect(patience=SEND_PATIENCE)
         self._known: OrderedDict[bytes, float] = OrderedDict()  # until when it is believed; changed under _lock
         self._lock = threading.Lock()
         self._offers: queue.Queue[_Offer | None] = queue.Queue(MAX_OFFERS)

@@ -54,13 +54,16 @@ async def test_chains_that_part_share_what_they_began_with(directory: RedisPrefi
     assert [sorted(names) for names in await directory.holders([root, left, right])] == [["l", "r"], ["l"], ["r"]]
 
 
-async def test_the_holders_noted_last_stay_and_come_first(directory: RedisPrefixDirectory) -> None:
+async def test_the_holders_noted_last_stay_and_come_first(
+    directory: RedisPrefixDirectory, raw: RedisConnection
+) -> None:
     hashes = chain(1)
     names = [f"holder-{index}" for index in range(MAX_HOLDERS + 3)]
     for name in names:
         await directory.note(hashes, {name: 1})
         await asyncio.sleep(0.002)  # the server's clock tells them apart by milliseconds
     assert await directory.holders(hashes) == [names[: -MAX_HOLDERS - 1 : -1]]
+    assert await raw.run_command("ZCARD", *prefix_keys("default", hashes)) == MAX_HOLDERS
 
 
 async def test_an_entry_is_believed_for_its_time_and_then_leaves_nothing_behind(

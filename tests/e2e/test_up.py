@@ -151,15 +151,16 @@ def test_drafts_found_in_text_need_no_draft_model_and_two_models_are_refused(mod
     )
 
 
-def test_metrics_threads_context_and_log_level_reach_every_service(model: Path) -> None:
+def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model: Path, tmp_path: Path) -> None:
     first_port = 20_000 + free_ports(1)[0] % 10_000
     flags = ["--metrics", f"127.0.0.1:{first_port}", "--num-threads-target", "2", "--num-threads-draft", "1"]
-    flags += ["--max-context-tokens", "48", "--log-level", "info"]
+    flags += ["--max-context-tokens", "48", "--log-level", "info", "--kv-tier-url", f"unix://{tmp_path}/nobody.sock"]
     with running("--target", str(model), "--draft", str(model), *flags) as (up, endpoint):
         pages = [scraped(first_port + offset) for offset in range(3)]
         assert "specdec:num_requests_running" in pages[0]
         assert 'role="target"' in pages[1]
         assert 'role="draft"' in pages[2]
+        assert ["specdec:kv_tier_choices_total" in page for page in pages] == [False, True, True]
         with Client(endpoint) as client:
             assert client.info().max_context_tokens == 48
             with pytest.raises(InvalidRequest, match="context is 48"):

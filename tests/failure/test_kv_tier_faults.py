@@ -452,9 +452,23 @@ async def test_the_faster_way_is_chosen_by_what_was_measured_on_the_replica_itse
         assert cold.tier.tally.choices["restore"] == 1
     async with replica_of(worker(), server.url, replay_s_per_token=None) as cold:
         await cold.engine.warm_up()
-        cold.tier.rule.observe_transfer(RUN_BYTES, 100.0)  # a slow network
+        for _ in range(3):
+            cold.tier.rule.observe_transfer(RUN_BYTES, 100.0)  # a slow network
         assert await asked(cold, prompt(0)) == 0
         assert cold.tier.tally.choices["replay"] == 1
+
+
+async def test_a_tier_that_was_measured_in_a_bad_moment_is_measured_again_when_that_made_somebody_compute(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_reader, "DOUBT_S", 0.0)
+    await fill(server.url, prompt(0), prompt(1))
+    async with replica_of(worker(), server.url, replay_s_per_token=0.1) as cold:
+        for _ in range(5):
+            cold.tier.rule.observe_transfer(RUN_BYTES, 100.0)
+        assert await asked(cold, prompt(0), session_id="a") == 0
+        await asyncio.to_thread(wait_until, lambda: cold.tier.rule.restore_s(NUM_RUNS * RUN_BYTES) < 1.0)
+        assert await asked(cold, prompt(1), session_id="b") == NUM_RUNS * RUN_TOKENS
 
 
 async def restoring(replica: Replica, number: int) -> None:

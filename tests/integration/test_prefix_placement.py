@@ -163,6 +163,16 @@ async def test_new_sessions_go_to_a_replica_that_holds_their_prefix(redis_url: s
         assert len(used) == 2 if has_directory else len(used) > 2
 
 
+async def test_the_load_of_a_replica_is_weighed_by_what_requests_have_needed(redis_url: str) -> None:
+    async with watched_rig(redis_url, num_each=1) as rig:
+        coordinator = await rig.coordinator()
+        for _ in range(2):
+            output = await turn(coordinator, "", PREFIX)
+        stats = output.finished.stats
+        rule = coordinator.generations._assembly._placement.rule
+        assert rule.request_rows == stats.num_rounds + stats.num_draft_tokens
+
+
 async def test_a_prefix_is_known_to_others_before_the_turn_that_brought_it_has_ended(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=4) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()

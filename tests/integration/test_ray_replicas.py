@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,22 +34,22 @@ def nodes() -> Iterator[RayNodes]:
 
 
 @pytest.fixture(scope="module")
-def flags(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Of `specdec up` on the cluster."""
+def place(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Flags of `specdec up`: the cluster, and a Redis that it reaches."""
     redis = RedisServer(tmp_path_factory.mktemp("redis"))
     redis.start()
-    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    yield [
-        *("--ray-address", nodes.address, "--redis-url", redis.url, "--device", "cpu"),
-        *("--target", PAIR, "--draft", PAIR, "--tokenizer", str(tokenizer)),
-    ]
+    yield ["--ray-address", nodes.address, "--redis-url", redis.url, "--device", "cpu"]
     redis.stop()
 
 
 @pytest.fixture(scope="module")
-def system(nodes: RayNodes, flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running `specdec up` and its endpoint; its own end is a test's."""
-    up, endpoint = start_up(*flags, **nodes.environ)
+def system(
+    nodes: RayNodes, place: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running `specdec up` of a simulated pair and its endpoint; its end is a test's."""
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    pair = ["--target", PAIR, "--draft", PAIR, "--tokenizer", str(tokenizer)]
+    up, endpoint = start_up(*place, *pair, **nodes.environ)
     yield up, endpoint
     up.kill()
     up.communicate()
@@ -94,25 +95,40 @@ def test_a_pair_that_is_added_is_on_another_node_and_the_first_leaves_without_a_
         scale(endpoint, "target=2", "draft=2")
         targets = services(nodes, "target_service")
         assert {nodes.node_of(pid) for pid in targets} == {0, 1}
+        # Both nodes have it, and have given some of it.
+        refused = last_line(placing(nodes, "--cpus", "4", "--place-timeout-s", "2"))
         wait_for_all_streams(load)
         scale(endpoint, "target=1", "draft=1")
         assert len(services(nodes, "target_service")) == 1
         assert first not in services(nodes, "target_service")
         wait_for_all_streams(load)
     assert load.faults == []
-    wait_until(lambda: nodes.free_cpus() == 2 * NUM_CPUS - 2)
+    words = r"target-7 needs 4 CPU, the Ray cluster has 8 CPU of which \d are free"
+    assert re.fullmatch(f"error: RESOURCE_EXHAUSTED QUOTA_EXCEEDED: {words}", refused)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS * len(nodes.raylets) - 2)
 
 
 def test_more_than_any_node_has_is_one_line_at_once_and_takes_nothing(nodes: RayNodes) -> None:
     free = nodes.free_cpus()
-    command = [sys.executable, "-m", "specdec.cluster.placed_replica", "--ray-address", nodes.address]
-    command += ["--name", "target-7", "--role", "target", "--cpus", "9", "--", "--model", PAIR]
-    refused = subprocess.run(command, capture_output=True, text=True, env=os.environ | nodes.environ)
-    assert refused.returncode == 1
-    assert refused.stdout.splitlines()[-1] == (
+    refused = placing(nodes, "--cpus", "9")
+    assert last_line(refused) == (
         "error: RESOURCE_EXHAUSTED QUOTA_EXCEEDED: target-7 needs 9 CPU, the largest node of the Ray cluster has 4 CPU"
     )
     assert nodes.free_cpus() == free
+
+
+def placing(nodes: RayNodes, *flags: str) -> subprocess.Popen[str]:
+    """The process that places one more target."""
+    command = [sys.executable, "-m", "specdec.cluster.placed_replica", "--ray-address", nodes.address]
+    command += ["--name", "target-7", "--role", "target", *flags, "--", "--model", PAIR]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | nodes.environ)
+
+
+def last_line(process: subprocess.Popen[str]) -> str:
+    """Of one that fails."""
+    output, _ = process.communicate()
+    assert process.returncode == 1, output
+    return output.splitlines()[-1]
 
 
 def test_a_node_that_is_lost_under_load_costs_no_token_and_its_replicas_come_back_on_another(
@@ -138,15 +154,15 @@ def test_the_end_of_up_is_the_end_of_its_actors_and_services(
     up.send_signal(signal.SIGTERM)
     assert up.wait(60) == 0
     wait_until_gone(running)
-    wait_until(lambda: nodes.free_cpus() == NUM_CPUS)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS * len(nodes.raylets))
 
 
 def test_a_rank_that_is_killed_costs_no_token_and_the_end_of_up_by_force_leaves_nothing(
-    nodes: RayNodes, flags: list[str], tmp_path: Path
+    nodes: RayNodes, place: list[str], tmp_path: Path
 ) -> None:
     model = str(build_tiny_model("llama", tmp_path))
-    divided = ["--target", model, "--draft", "", "--tokenizer", "", "--tensor-parallel", "2", "--self-check", "off"]
-    up, endpoint = start_up(*flags, *divided, **nodes.environ)
+    divided = ["--target", model, "--tensor-parallel", "2", "--self-check", "off"]
+    up, endpoint = start_up(*place, *divided, **nodes.environ)
     with Client(endpoint, budgets=Budgets(resume_s=240)) as client:
         expected = client.generate(prompt_token_ids=[5, 6, 7], stream=False, **ASK).token_ids
         with client.generate(prompt_token_ids=[5, 6, 7], stream=True, **ASK) as stream:
@@ -163,4 +179,4 @@ def test_a_rank_that_is_killed_costs_no_token_and_the_end_of_up_by_force_leaves_
     up.kill()
     up.communicate()
     wait_until_gone(running)
-    wait_until(lambda: nodes.free_cpus() == NUM_CPUS)
+    wait_until(lambda: nodes.free_cpus() == NUM_CPUS * len(nodes.raylets))

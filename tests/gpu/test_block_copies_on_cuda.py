@@ -1,0 +1,15 @@
+"""KV blocks on a GPU copied out, beside steps, and in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.engine.test_block_copies import check_copies
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_read_from_a_cache_on_a_gpu_are_the_same_in_another(dtype: torch.dtype) -> None:
+    check_copies(torch.device("cuda", 0), dtype)

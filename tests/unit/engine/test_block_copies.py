@@ -1,0 +1,38 @@
+"""KV blocks copied out of one cache and into another: every byte, wherever the blocks lie."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
+
+SHAPES = [LayerShape(2, 8, 8), LayerShape(1, 4, 12), LayerShape(2, 8, 8)]
+
+
+def check_copies(device: torch.device, dtype: torch.dtype) -> None:
+    """Reads in another thread, as the cold tier does, and writes elsewhere."""
+    full, empty = (KvCache(SHAPES, num_blocks=12, dtype=dtype, device=device) for _ in range(2))
+    for layer in full.layers:
+        layer.blocks.copy_(torch.randn(layer.blocks.shape))
+    ids, others = [7, 2, 3, 11], [0, 1, 9, 4]
+    rows: list[np.ndarray] = []
+    reader = threading.Thread(target=lambda: rows.append(full.copies.read(ids)))
+    reader.start()
+    reader.join()
+    assert rows[0].shape == (4, block_bytes(SHAPES, dtype))
+    assert rows[0].dtype == np.uint8
+    with torch.inference_mode():
+        empty.copies.write(others[1:], np.frombuffer(rows[0].tobytes(), np.uint8).reshape(4, -1)[1:])
+    for before, after in zip(full.layers, empty.layers, strict=True):
+        assert torch.equal(after.blocks[others[1:]], before.blocks[ids[1:]])
+        untouched = [index for index in range(12) if index not in others[1:]]
+        assert not after.blocks[untouched].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_read_from_one_cache_are_the_same_in_another(dtype: torch.dtype) -> None:
+    check_copies(torch.device("cpu"), dtype)
