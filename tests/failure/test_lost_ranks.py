@@ -178,3 +178,29 @@ def test_a_wrong_number_of_ranks_is_one_line(tmp_path: Path, flags: tuple[str, .
     (error,) = (line for line in result.stderr.splitlines() if not line.startswith("{"))  # log records aside
     assert error.startswith("error: ")
     assert words in error
+
+
+@pytest.mark.full
+def test_what_one_rank_alone_cannot_do_is_the_first_ranks_error_line(tmp_path: Path) -> None:
+    """As where a machine has fewer GPUs than ranks; ranks that somebody else starts are told otherwise here."""
+    model = build_tiny_model("llama", tmp_path, num_layers=1)
+
+    def start(rank: int, *own: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "specdec.service.rank", "target", "--rank", str(rank), "--world-size", "2"]
+        flags = ["--model", str(model), "--redis-url", "memory://", "--listen", "127.0.0.1:0", "--device", "cpu"]
+        return subprocess.Popen(
+            [*command, *own, *flags, *(["--dtype", "int8"] if rank else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    first = start(0, "--")
+    assert first.stdout is not None
+    port = first.stdout.readline().removeprefix("store ").strip()
+    second = start(1, "--store-port", port, "--")
+    _, stderr = first.communicate()
+    second.communicate()
+    assert (first.returncode, second.returncode) == (1, 1)
+    (error,) = (line for line in stderr.splitlines() if not line.startswith("{"))  # log records aside
+    assert error.startswith("error: UNIMPLEMENTED UNSUPPORTED: --tensor-parallel does not divide int8 weights")

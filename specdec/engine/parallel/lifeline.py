@@ -126,7 +126,8 @@ class Lifeline:
         held, num_missed, beat_at_s = b"", 0, 0.0
         while num_missed < PATIENCE_BEATS:
             if time.monotonic() >= beat_at_s:
-                peer.sendall(b"\n")
+                with contextlib.suppress(OSError):  # it may have gone with words that are still to be read
+                    peer.sendall(b"\n")
                 beat_at_s = time.monotonic() + BEAT_S
             peer.settimeout(max(0.01, beat_at_s - time.monotonic()))
             try:

@@ -75,6 +75,16 @@ def test_last_words_that_make_no_sense_are_a_loss_all_the_same(ends: Ends, words
     assert error.message.startswith("rank 1 is gone")
 
 
+def test_a_rank_that_leaves_in_order_is_no_loss_even_if_it_is_gone_before_it_is_heard() -> None:
+    pair = socket.socketpair()
+    pair[1].sendall(b"bye\n")
+    pair[1].close()
+    told: SimpleQueue[SpecdecError] = SimpleQueue()
+    Lifeline({1: pair[0]}).watch(told.put)
+    with pytest.raises(Empty):
+        told.get(timeout=0.3)
+
+
 def test_a_rank_that_leaves_in_order_is_no_loss(ends: Ends) -> None:
     ends.others[1].sendall(b"\n\nbye\n")
     ends.others[1].close()
