@@ -67,6 +67,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         if args.ray_address == "local":  # a Ray that runs what it is told by us alone
             environ = {**environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         own_ray = _own_ray(args, environ, waiting, stop, stack)
+        if stop.is_set():
+            return 0
         launcher = Launcher(
             args,
             served,
@@ -87,13 +89,16 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
             for name, address in metrics.items():
                 _say(f"[{name}] metrics at http://{address}/metrics")
             print(f"ready grpc={endpoint}", flush=True)
-        while not stop.wait(_POLL_S):
-            fleet.look()
-            if own_ray is not None and not own_ray.is_alive:
-                raise ChildFailed(
-                    f"{Unavailable.code} {Unavailable.default_reason}: Ray has ended ({own_ray.ending()})"
-                )
+        _keep(fleet, own_ray, stop)
         return 0
+
+
+def _keep(fleet: Fleet, own_ray: Service | None, stop: threading.Event) -> None:
+    """Until `stop`. Raises ChildFailed: the Ray that all replicas are on has ended."""
+    while not stop.wait(_POLL_S):
+        fleet.look()
+        if own_ray is not None and not own_ray.is_alive:
+            raise ChildFailed(f"{Unavailable.code} {Unavailable.default_reason}: Ray has ended ({own_ray.ending()})")
 
 
 def _listen_for_scaling(endpoint: str, fleet: Fleet, stack: contextlib.ExitStack) -> None:

@@ -29,7 +29,6 @@ UTILIZATION_ALONE = 0.9
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
-
 #: Values of `--draft` that name no model.
 _LOOKUPS = ("ngram", "suffix")
 

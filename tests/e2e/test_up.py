@@ -111,6 +111,7 @@ def test_the_first_line_says_what_happens_and_then_what_each_service_is_loading(
             r"loaded weights in \d+\.\d s",
             r"KV cache of \d+ blocks: \d+ tokens in all, sessions of up to \d+",
             r"self-check: .*",
+            r"native kernels read \d+ MB of weights a step",
             r"self-check passed in \d+\.\d s",
             r"warming up",
             r"listening",

@@ -26,7 +26,7 @@ class RayNodes:
     """Runs while the context is open; nothing of it is left behind."""
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.mkdtemp(prefix="specdec-ray-nodes-", dir="/tmp")  # paths of sockets are short
+        self._folder = tempfile.mkdtemp(prefix="specdec-nodes-", dir="/tmp")  # paths of sockets are short
         environ = {**os.environ, "RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
         self.environ = {"RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
         self._process = subprocess.Popen(

@@ -19,7 +19,8 @@ ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith
 #: What a start says of itself, in `up` and in its children.
 _START_LINES = (
     r"starting \(\d+ s\): .*",
-    r"\[\w+-\d+\] (loading |loaded weights |KV cache |self-check|threads: |compiling native |warming up).*",
+    r"\[\w+-\d+\] (loading |loaded weights |KV cache |self-check|threads: |warming up).*",
+    r"\[\w+-\d+\] (compiling native |native kernels read ).*",
     r"\[[\w-]+\] listening",
     r"\[coordinator\] (draft|target) replica \S+ at \S+ connected, .*",
 )
