@@ -64,6 +64,8 @@ class Recovery:
         self._answered = False
         self._has_news = False
         self._broken_since: float | None = None
+        self._failure: BaseException | None = None
+        """Why the last attempt failed that was not cut short by the timeout."""
         self._backoff = tenacity.wait_random_exponential(multiplier=0.05, max=1.0)
 
     def answered(self, *, with_news: bool) -> None:
@@ -99,6 +101,8 @@ class Recovery:
             # A lease is lost by what had begun, and whoever has it now may keep it for longer than a beginning is
             # waited for.
             self._answered |= isinstance(error, LeaseLost | StaleEpoch)
+            if self._failure is None or self.remaining_s != 0:
+                self._failure = error
             return True
         return False
 
@@ -122,7 +126,7 @@ class Recovery:
         error = state.outcome.exception() if state.outcome else None
         assert error is not None  # only a failed attempt is given up
         if self._is_late(state):
-            message = f"the call was not done within its timeout of {self._timeout:g} s ({error})"
+            message = f"the call was not done within its timeout of {self._timeout:g} s ({self._failure or error})"
             raise DeadlineExceeded(message) from error
         raise error
 

@@ -81,7 +81,12 @@ def _attach_ids(record: logging.LogRecord) -> bool:
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     ids: Mapping[str, str | int] = getattr(record, "ids", _NO_IDS)
     fields: dict[str, object] = {name: ids[name] for name in ID_NAMES if name in ids}
-    fields.update((key, value) for key, value in record.__dict__.items() if key not in _STANDARD_FIELDS)
+    # What begins with an underscore is a library's own: Ray stamps every record of a process that has loaded it.
+    fields.update(
+        (key, value)
+        for key, value in record.__dict__.items()
+        if key not in _STANDARD_FIELDS and not key.startswith("_")
+    )
     return fields
 
 

@@ -157,6 +157,7 @@ def test_the_end_of_up_is_the_end_of_its_actors_and_services(
     wait_until(lambda: nodes.free_cpus() == NUM_CPUS * len(nodes.raylets))
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_costs_no_token_and_the_end_of_up_by_force_leaves_nothing(
     nodes: RayNodes, place: list[str], tmp_path: Path
 ) -> None:

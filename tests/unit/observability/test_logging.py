@@ -81,3 +81,9 @@ async def test_tasks_inherit_ids_and_keep_their_own(stream: io.StringIO) -> None
 def test_an_unknown_id_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt"), bind(prompt="secret"):
         pass
+
+
+def test_what_a_library_stamps_on_every_record_is_not_shown(stream: io.StringIO) -> None:
+    configure_logging("text", "debug", service="draft", stream=stream)
+    log.debug("drafted", extra={"num_draft_tokens": 4, "_stamp_ns": 5})
+    assert stream.getvalue().endswith("DEBUG specdec.test drafted num_draft_tokens=4\n")
