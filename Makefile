@@ -17,9 +17,8 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
-# Whole files to a worker (a file shares its processes), one thread apiece. One worker more than the two cores of a small
-# machine: much of what is tested waits.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --durations 15
+# Two workers, whole files each (a file shares its processes), one thread apiece.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
 .PHONY: help setup demo real demo-real test test-full test-real model-list test-gpu test-failure mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
 

@@ -86,6 +86,7 @@ def wait_for_all_streams(load: SteadyLoad) -> None:
     wait_until(lambda: bool(load.faults) or all(now > was for now, was in zip(load.outputs_ended, before, strict=True)))
 
 
+@pytest.mark.full
 def test_a_pair_that_is_added_is_on_another_node_and_the_first_leaves_without_a_lost_token(
     nodes: RayNodes, system: tuple[subprocess.Popen[str], str]
 ) -> None:
