@@ -136,7 +136,8 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
         assert max(output.finished.stats.draft_s for output in outputs) < 2.5
         record = next(r for r in coordinator.pools.drafts("default") if r.address == rig.of_role(DRAFT)[0].address)
         while not record.is_in_use or record.lateness.is_marked:
-            await drafted(coordinator, 1)  # what its late answers do not show, the next calls do
+            await coordinator.pools.poll()  # its watchdog may have had it taken for dead
+            await drafted(coordinator, 1)
         healthy.gate.clear()
         try:
             outputs = await drafted(coordinator, 4)
