@@ -27,8 +27,9 @@ directory with `adapter.safetensors`, that holds in float32, bfloat16 or float16
 
     weight [H, H]    bias [H]
 
-hidden = weight @ hidden + bias after layer K - 1 and before the target's norm and head; untrained, it is the identity
-and zeros. Its metadata may say `{"num_layers": "K"}`, which must then be the K that is asked for.
+for logits = head(weight @ norm(hidden) + bias), hidden being the output of layer K - 1, norm and head the target's own:
+an affine map *after* the norm, so that it can be multiplied into the head. Untrained, it is the identity and zeros. Its
+metadata may say `{"num_layers": "K"}`, which must then be the K that is asked for. `engine.model.early_exit` reads it.
 """
 
 from __future__ import annotations
