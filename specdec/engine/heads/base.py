@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import LayerShape
@@ -67,6 +67,8 @@ class TargetParts:
     max_context_tokens: int
     dtype: torch.dtype
     device: torch.device
+    model: PreTrainedModel | None = None
+    """As it was loaded, whole: for heads that its checkpoint brings."""
 
 
 @dataclass(frozen=True, slots=True)
