@@ -177,7 +177,7 @@ def test_copied_blocks_bring_features_and_the_heads_kv_along(rig: Rig) -> None:
     layout = rig.worker.shape.kv_layout
     assert layout is not None
     assert layout.rank == "tp1.0+notes"
-    rig.worker.write_blocks([0, 1, 7], rig.worker.read_blocks(LONG_BLOCKS))
+    rig.worker.write_blocks([0, 1, 7], rig.worker.read_blocks([*LONG_BLOCKS]))
     rig.run(SequenceSlice((LONG[39],), 39, (0, 1, 7), 1), draft=True)
     tokens, _, _ = rig.head.drafted[0]
     assert close(tokens.previous[0], of_long[38])
