@@ -43,8 +43,7 @@ class LocalDraftSpec:
 
 def is_local_draft(text: str) -> bool:
     """Whether `text` means a local draft, well or badly formed, and not a model."""
-    kind = text.partition("=")[2] or text
-    return kind.partition(":")[0] in (EARLY_EXIT, *HEAD_KINDS)
+    return _split_name(text)[1].partition(":")[0] in (EARLY_EXIT, *HEAD_KINDS)
 
 
 def parse_local_draft(text: str) -> LocalDraftSpec:
@@ -53,9 +52,9 @@ def parse_local_draft(text: str) -> LocalDraftSpec:
     Raises:
         ValueError: it is none; one sentence says what is expected.
     """
-    name, is_named, rest = text.partition("=")
-    kind, _, argument = (rest if is_named else text).partition(":")
-    name = name if is_named else kind
+    name, rest = _split_name(text)
+    kind, _, argument = rest.partition(":")
+    name = kind if name is None else name
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a pool: 1 to 64 letters, digits, '_', '.' or '-'")
     if kind == EARLY_EXIT:
@@ -70,6 +69,12 @@ def parse_local_draft(text: str) -> LocalDraftSpec:
     if argument and not HEAD_KINDS[kind]:
         raise ValueError(f"{text!r}: {kind} takes no argument")
     return LocalDraftSpec(name, kind, path=argument)
+
+
+def _split_name(text: str) -> tuple[str | None, str]:
+    """NAME, if there is one, and what follows; a path may have a "=" of its own."""
+    name, is_named, rest = text.partition("=")
+    return (name, rest) if is_named and ":" not in name else (None, text)
 
 
 def parse_local_drafts(texts: Sequence[str]) -> tuple[LocalDraftSpec, ...]:

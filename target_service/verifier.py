@@ -3,7 +3,8 @@
 A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
 
 The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It never depends on q: the draft's
-supports only say through which tokens p is looked at.
+supports only say through which tokens p is looked at. Where a call brings no draft tokens but a `local_draft`, they are
+drafted first, by this replica's own worker, and answered with the rest.
 
 Not here: threads and steps (`specdec.engine.loop.device_loop`), the decision (the coordinator), protobuf (the
 servicer). Called by the target service's servicer and by tests.
@@ -13,18 +14,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
+from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
+from specdec.engine.drafting.drawing import Draft, Drawing
 from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices, split_batches
 from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop.job import Job, RowKind, row_kind
+from specdec.engine.loop.job import Job, Program, RowKind, row_kind
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.answer_count import AnswerCount, OtherAnswers
 from specdec.engine.sessions.calls import Call
@@ -32,7 +35,9 @@ from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import (
     DistributionRow,
+    LocalDraft,
     LogitRow,
+    Proposal,
     SamplingFilters,
     TokenIds,
     Verification,
@@ -64,22 +69,28 @@ class Verifier(ReplicaEngine):
             observer: told of every step.
             clock: what steps are timed by, in seconds.
         """
-        super().__init__(worker, _TargetProgram(), options, observer=observer, clock=clock)
+        drawing = Drawing(s_max=default_s_max(worker.shape.vocabulary_size), coverage=DEFAULT_COVERAGE)
+        super().__init__(worker, _TargetProgram(drawing), options, observer=observer, clock=clock)
 
     async def verify(self, request: VerifyRequest) -> Verification:
         """Answers p at every draft position and one beyond; see `TargetEngine.verify`.
+
+        A `local_draft` that this replica does not have, or that its context has no room for, drafts nothing.
 
         Raises:
             InvalidRequest: the request can never run; nothing of it is kept.
         """
         self._check(request)
+        request = self._with_room(request)
+        local = request.local_draft
         num_draft_tokens = len(request.draft_token_ids)
         call = Call(
             request=request,
             digest=digest_of(request),
             draft_token_ids=request.draft_token_ids,
             num_logit_rows=num_draft_tokens + 1,
-            max_kv_len=request.position.committed_len + num_draft_tokens,
+            max_kv_len=request.position.committed_len + (num_draft_tokens if local is None else local.gamma),
+            local_draft="" if local is None else local.pool,
         )
         verification: Verification = await self._engine_loop.call(call)
         return verification
@@ -97,6 +108,15 @@ class Verifier(ReplicaEngine):
             await self.verify(VerifyRequest(prompt, _NO_TOKENS, ()))
         await self._release_warm_up()
 
+    def _with_room(self, request: VerifyRequest) -> VerifyRequest:
+        """The request with as much of a local draft as there can be."""
+        local = request.local_draft
+        if local is None:
+            return request
+        gamma = min(local.gamma, self._shape.max_context_tokens - request.position.committed_len)
+        can_draft = local.pool in self._shape.local_drafts and gamma > 0
+        return replace(request, local_draft=LocalDraft(local.pool, gamma) if can_draft else None)
+
     def _check(self, request: VerifyRequest) -> None:
         vocabulary_size = self._shape.vocabulary_size
         check_round(request.position, vocabulary_size)
@@ -106,6 +126,12 @@ class Verifier(ReplicaEngine):
             raise InvalidRequest(
                 f"{num_draft_tokens} draft tokens, at most {self._options.max_gamma} are verified",
                 field="draft_token_ids",
+            )
+        local = request.local_draft
+        if local is not None and (num_draft_tokens or not 1 <= local.gamma <= self._options.max_gamma):
+            raise InvalidRequest(
+                f"local_draft takes a gamma of 1 to {self._options.max_gamma} and no draft tokens beside it",
+                field="local_draft",
             )
         num_tokens = request.position.committed_len + num_draft_tokens
         if num_tokens > self._shape.max_context_tokens:
@@ -148,6 +174,16 @@ class _Rows:
         return request
 
     @property
+    def draft(self) -> Draft | None:
+        """What was drafted here."""
+        draft: Draft | None = self.job.progress
+        return draft
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.job.num_logit_rows - 1
+
+    @property
     def indices(self) -> range:
         return range(self.first, self.first + self.job.num_logit_rows)
 
@@ -164,7 +200,8 @@ class _Rows:
     @property
     def support_ids(self) -> list[TokenIds]:
         """One a row; empty at the bonus position, and everywhere in greedy and coupled rounds."""
-        supports = self.request.support_ids
+        draft = self.draft
+        supports = self.request.support_ids if draft is None else [support.token_ids for support in draft.supports]
         return [*supports, *[_NO_TOKENS] * (self.job.num_logit_rows - len(supports))]
 
     @property
@@ -173,12 +210,25 @@ class _Rows:
         return [row.tail_token_id for row in self.distribution_rows] or self.choice_token_ids.tolist()
 
 
-class _TargetProgram:
+class _TargetProgram(Program):
     """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, drawing: Drawing) -> None:
+        """`drawing`: of local drafts."""
+        self._drawing = drawing
         self._answers = AnswerCount()
         self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
+
+    def draft(self, jobs: Sequence[Job], logits: StepLogits) -> None:
+        """Draws a draft token a job from its row of `logits`."""
+        self._drawing.draw(jobs, logits)
+        for job in jobs:
+            request, draft = job.call.request, job.progress
+            assert isinstance(request, VerifyRequest)
+            assert request.local_draft is not None
+            job.append(draft.token_ids[-1])
+            if draft.is_complete(request.local_draft.gamma, request.position.filters):
+                job.end_draft()
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Finishes every job from its `num_logit_rows` rows of `logits`."""
@@ -245,7 +295,7 @@ def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
     for rows in group:
         asked = rows.request.position
         key = DrawKey(asked.seed, asked.turn, asked.committed_len)
-        uniforms += key.tail_uniforms(len(rows.request.draft_token_ids))
+        uniforms += key.tail_uniforms(rows.num_draft_tokens)
     answered = iter(
         distribution_rows(
             filtered_distributions(logits.values, _contexts_of(group)),
@@ -282,4 +332,12 @@ def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
         step_tokens=rows.job.step_tokens,
         num_others=others.num_rounds,
         num_other_rows=others.num_rows,
+        drafted=_drafted(rows),
     )
+
+
+def _drafted(rows: _Rows) -> Proposal | None:
+    if rows.draft is None:
+        return None
+    job = rows.job
+    return rows.draft.proposal(kv_len=job.kv_len, num_cached_tokens=job.num_cached_tokens, forward_s=job.draft_s)

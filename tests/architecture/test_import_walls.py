@@ -57,12 +57,16 @@ ALLOWED = {
     ENGINE + "model": {ENGINE + "base"},
     ENGINE + "heads": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "loop": {"specdec.core", *(ENGINE + room for room in ("base", "logits", "schedule", "sessions"))},
+    ENGINE + "drafting": {"specdec.core", *(ENGINE + room for room in ("logits", "loop"))},
     ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
-    ENGINE + "native": {ENGINE + room for room in ("base", "heads", "kept_files", "model")},
+    ENGINE + "native": {ENGINE + room for room in ("base", "kept_files", "model")},
+    ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
     ENGINE + "parallel": {ENGINE + room for room in ("base", "model")},
-    ENGINE + "loader": {ENGINE + room for room in ("base", "heads", "model", "compiled", "captured", "native")},
+    ENGINE + "loader": {
+        ENGINE + room for room in ("base", "local_drafting", "model", "compiled", "captured", "native")
+    },
     # The coordinator, from the front door inwards.
     "coordinator.__main__": {"coordinator", *LIBRARY},
     "coordinator.config": set(),

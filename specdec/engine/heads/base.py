@@ -44,9 +44,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import LayerShape
 
-#: Attends in one of the head's layers: (index into `kv_layers`, query [T, heads, key_dim], KV rows [T, row_width] of the
-#: T tokens, scale) -> [T, heads, value_dim]. Stores the rows in the tokens' slots first. A row holds the keys of all KV
-#: heads, then their values; positions are encoded already.
+#: Attends in one of the head's layers: (index into `kv_layers`, query [T, heads, key_dim], KV rows [T, row_width] of
+#: the T tokens, scale) -> [T, heads, value_dim]. Stores the rows in the tokens' slots first. A row holds the keys of
+#: all KV heads, then their values; positions are encoded already.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
@@ -88,7 +88,7 @@ class HeadDraft:
     """What a draft step gives."""
 
     features: torch.Tensor | None
-    """[T, F]: what stands for the features of these tokens in the next draft step; None: the head reads none of them."""
+    """[T, F]: what stands for the features of these tokens in the next draft step; None: the head reads none."""
     logits: torch.Tensor
     """float [T, V], V the target's vocabulary: of the token after each; -inf for those that the head cannot name."""
 
