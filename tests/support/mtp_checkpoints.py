@@ -23,9 +23,9 @@ MTP_TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_mtp_checkpoint(model_type: str, directory: Path, *, seed: int = 0) -> Path:
-    """Writes one; its MTP layer is drawn so that all of it shows in the logits."""
-    model = build_tiny_architecture(model_type, directory, seed=seed, **MTP_TYPES[model_type])
+def build_mtp_checkpoint(model_type: str, directory: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Writes one; its MTP layer is drawn so that all of it shows in the logits. `changes` are of its configuration."""
+    model = build_tiny_architecture(model_type, directory, seed=seed, **MTP_TYPES[model_type], **changes)
     stored = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(seed + 1)
     for name, parameter in MtpModel(model, 1).layers[0].state_dict().items():
