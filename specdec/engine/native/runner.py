@@ -275,7 +275,7 @@ class NativeRunner(Worker):
         short = Model.from_buffer_copy(self._model)
         short.num_layers = early_exit.num_layers  # and no layer tapped
         if early_exit.adapter is not None:
-            adapted = nn.Linear(*reversed(head.weight.shape), device="meta")
+            adapted = nn.Linear(head.in_features, head.out_features, device="meta")
             with torch.inference_mode():
                 weight, bias = early_exit.adapter.of_head(head.weight, head.bias)
             adapted.weight, adapted.bias = nn.Parameter(weight), nn.Parameter(bias)
