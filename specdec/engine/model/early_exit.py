@@ -85,6 +85,8 @@ def _load_adapter(spec: LocalDraftSpec, model: PreTrainedModel) -> Adapter:
             f"local draft {spec}: {path} holds {shapes}, not weight {(width, width)} and bias {(width,)}",
             field="local_draft",
         )
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise InvalidRequest(f"local draft {spec}: {path} holds numbers that are not finite", field="local_draft")
     placed = {name: tensor.to(device=model.device, dtype=model.dtype) for name, tensor in tensors.items()}
     return Adapter(placed["weight"], placed["bias"])
 
