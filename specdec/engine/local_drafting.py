@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.heads.base import DraftHead, TargetParts
@@ -96,7 +98,7 @@ def _parts(model: PreTrainedModel, vocabulary_size: int, max_context_tokens: int
     return TargetParts(
         config=model.config.get_text_config(),
         embedding=model.get_input_embeddings().weight.detach(),
-        norm=norm,
+        norm=cast(nn.Module, norm),
         head=model.get_output_embeddings().weight.detach(),
         vocabulary_size=min(vocabulary_size, model.get_output_embeddings().weight.shape[0]),
         max_context_tokens=max_context_tokens,

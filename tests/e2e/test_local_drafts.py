@@ -103,12 +103,7 @@ async def check_law(target: Path, mode: str, name: str, backend: str, num_sample
 
 @pytest.mark.parametrize(
     ("mode", "name", "backend"),
-    [
-        ("rejection", "T=1", "native"),
-        ("rejection", "T=0.7, top-k, top-p", "eager"),
-        ("block", "T=1, top-k, top-p", "native"),
-        ("coupled", "T=0.7, top-k, top-p", "native"),
-    ],
+    [("rejection", "T=0.7, top-k, top-p", "native"), ("block", "T=1", "eager")],
 )
 async def test_three_tokens_follow_the_targets_joint_law(target: Path, mode: str, name: str, backend: str) -> None:
     await check_law(target, mode, name, backend, NUM_SAMPLES)
@@ -140,7 +135,7 @@ class MisstatesLocalDrafts(Verifier):
 
 async def test_a_local_draft_whose_q_is_not_what_was_sampled_would_be_noticed(target: Path) -> None:
     """Negative control."""
-    counts, _ = await sample(load(target), target, NUM_SAMPLES, MisstatesLocalDrafts, mode="rejection", temperature=1.0)
+    counts, _ = await sample(load(target), target, 400, MisstatesLocalDrafts, mode="rejection", temperature=1.0)
     assert p_value(counts, joint_law(target, SamplingFilters())) < FALSE_ALARM / len(CASES)
 
 

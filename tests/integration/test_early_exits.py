@@ -113,6 +113,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(llama: Path,
     assert "is no safetensors file" in refusal("pickle.safetensors", b"\x80\x04cos\nsystem\n")
     assert "(32, 64)" in refusal("narrow.safetensors", {"weight": weight[:32].clone(), "bias": bias})
     assert "not weight (64, 64) and bias (64,)" in refusal("partial.safetensors", {"weight": weight})
+    assert "not finite" in refusal("nan.safetensors", {"weight": weight * float("nan"), "bias": bias})
     assert "is for 3 layers" in refusal("other.safetensors", {"weight": weight, "bias": bias}, "3")
 
 

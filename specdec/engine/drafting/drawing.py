@@ -5,7 +5,7 @@ drawn from those very integers. Sessions at different depths of their drafts sha
 counter-based stream, so the company does not matter.
 
 Not here: which model the logits are of (a draft's own, a target's first layers or heads), requests and answers, whether
-tokens are accepted (the coordinator). Called by the draft service's `drafting` and the target service's `verifier`.
+tokens are accepted (the coordinator). Called by the draft service's `drafting` and the target service's `program`.
 """
 
 from __future__ import annotations

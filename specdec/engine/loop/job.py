@@ -25,6 +25,7 @@ from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
+from specdec.errors import Unsupported
 from specdec.types import SessionPosition, TokenIds
 
 
@@ -187,4 +188,4 @@ class Program(Protocol):
             jobs: those that took part in a draft step.
             logits: a row a job.
         """
-        raise NotImplementedError
+        raise Unsupported("this program drafts nothing")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -77,13 +78,15 @@ def _load_adapter(spec: LocalDraftSpec, model: PreTrainedModel) -> Adapter:
         raise InvalidRequest(f"local draft {spec}: {path} is no safetensors file", field="local_draft") from error
     if made_for != str(spec.num_layers):
         raise InvalidRequest(f"local draft {spec}: {path} is for {made_for[:16]} layers", field="local_draft")
-    width = model.get_input_embeddings().weight.shape[1]
+    width = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {"weight": (width, width), "bias": (width,)}:
         raise InvalidRequest(
             f"local draft {spec}: {path} holds {shapes}, not weight {(width, width)} and bias {(width,)}",
             field="local_draft",
         )
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise InvalidRequest(f"local draft {spec}: {path} holds numbers that are not finite", field="local_draft")
     placed = {name: tensor.to(device=model.device, dtype=model.dtype) for name, tensor in tensors.items()}
     return Adapter(placed["weight"], placed["bias"])
 

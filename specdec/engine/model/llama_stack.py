@@ -8,7 +8,7 @@ shape stays with `TransformersForward`. Called by `engine.loader`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
+from specdec.engine.model.model_runner import ForwardPass
 from specdec.engine.model.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -68,7 +69,7 @@ class LlamaStack:
         logits: torch.Tensor = self._head(self._norm(self._run(batch, context, len(self._layers), outputs)))
         return logits, list(outputs.values())
 
-    def early_exit(self, early_exit: EarlyExit) -> Callable[[StepBatch, RowContext], torch.Tensor]:
+    def early_exit(self, early_exit: EarlyExit) -> ForwardPass:
         """The forward pass of draft steps that end early."""
         adapter = early_exit.adapter or (lambda normed: normed)
 

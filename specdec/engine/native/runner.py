@@ -275,10 +275,10 @@ class NativeRunner(Worker):
         short = Model.from_buffer_copy(self._model)
         short.num_layers = early_exit.num_layers  # and no layer tapped
         if early_exit.adapter is not None:
-            adapted = nn.Linear(*reversed(head.weight.shape), device="meta")
-            with torch.inference_mode():
-                weight, bias = early_exit.adapter.of_head(head.weight, head.bias)
-            adapted.weight, adapted.bias = nn.Parameter(weight), nn.Parameter(bias)
+            adapted = nn.Linear(head.in_features, head.out_features, device="meta")
+            weight, bias = early_exit.adapter.of_head(head.weight.detach(), head.bias)
+            adapted.weight = nn.Parameter(weight, requires_grad=False)
+            adapted.bias = nn.Parameter(bias, requires_grad=False)
             short.head = self._describe_product([adapted], is_int8=False)
         return short
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,10 @@ import torch
 
 from draft_service.proposer import Proposer
 from specdec.engine.base import StepPlan
+from specdec.engine.drafting.drawing import Drawing
+from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop import draft_steps
+from specdec.engine.loop.job import Job
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
 from specdec.types import (
     DrawRule,
@@ -137,10 +140,14 @@ async def test_a_draft_that_is_not_here_is_no_error(verifier: Verifier, worker: 
     assert not worker.draft_plans
 
 
-@pytest.mark.parametrize("gamma", [0, 17])
-async def test_a_gamma_beyond_the_limits_is_refused(verifier: Verifier, gamma: int) -> None:
-    with pytest.raises(InvalidRequest, match="gamma of 1 to 16"):
-        await verifier.verify(asked(20, gamma=gamma))
+async def test_a_gamma_above_the_limit_is_cut_and_none_is_refused(verifier: Verifier) -> None:
+    """Another target may take more, and a round that goes on here must not fail for that."""
+    await begun(verifier)
+    answer = await verifier.verify(asked(21, start=20, gamma=40))
+    assert answer.drafted is not None
+    assert len(answer.drafted.draft_token_ids) == 16
+    with pytest.raises(InvalidRequest, match="a gamma of at least 1"):
+        await verifier.verify(asked(21, start=20, gamma=0, round_id=2))
 
 
 async def test_draft_tokens_beside_a_local_draft_are_refused(verifier: Verifier) -> None:
@@ -192,6 +199,26 @@ async def test_a_draft_that_stops_being_numbers_ends_there(verifier: Verifier, w
     assert answer.drafted is not None
     assert len(answer.drafted.draft_token_ids) == 2
     assert len(answer.choice_token_ids) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_token_whose_drawing_fails_is_not_of_the_draft(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    filters = SamplingFilters(temperature=temperature)
+    await begun(verifier, filters=filters)
+    draw, num_draws = Drawing.draw, iter(range(100))
+
+    def breaks_down(drawing: Drawing, jobs: Sequence[Job], logits: StepLogits) -> None:
+        draw(drawing, jobs, logits)
+        if next(num_draws) == 2:
+            raise RuntimeError("boom")
+
+    monkeypatch.setattr(Drawing, "draw", breaks_down)
+    answer = await verifier.verify(asked(21, start=20, filters=filters))
+    assert answer.drafted is not None
+    assert len(answer.drafted.draft_token_ids) == 2
+    assert len(answer.choice_token_ids) + len(answer.rows) == 3
 
 
 async def test_the_same_call_again_is_answered_from_the_store(verifier: Verifier, worker: FaultyDrafts) -> None:
