@@ -92,7 +92,8 @@ class TranslatedProposer(ReplicaEngine):
         translated = await self._sessions.align(asked)
         num_own = len(translated.own_ids)
         room = self._shape.max_context_tokens - num_own
-        if room <= 0 or not 0 < int(translated.own_ids.max(initial=0)) < self._shape.vocabulary_size:
+        # A tokenizer may know tokens that its model has no rows for.
+        if room <= 0 or num_own == 0 or translated.own_ids.max() >= self._shape.vocabulary_size:
             return no_draft(kv_len=asked.committed_len)
         gamma = min(request.gamma, room)
         max_steps = min(2 * gamma + 1, room)  # drafted text may take more of its own tokens than it makes

@@ -23,7 +23,7 @@ from tests.e2e.test_sampled_law import FALSE_ALARM, GAMMA, NUM_AT_ONCE, NUM_TOKE
 from tests.support.other_tokenizers import build_model, save_byte_level_vocabulary, save_piece_vocabulary
 from tests.support.translated_rig import Translated, translated_stack
 
-NUM_SAMPLES = 1000
+NUM_SAMPLES = 600
 NUM_LONG_SAMPLES = 4000
 MODES = ("rejection", "block", "coupled")
 FILTERS: dict[str, dict[str, Any]] = {

@@ -61,7 +61,7 @@ def save_byte_level(directory: Path, *, size: int = 500, corpus: Sequence[str] =
 def save_pieces(directory: Path, *, size: int = 600, corpus: Sequence[str] = CORPUS) -> Path:
     """Trains BPE as SentencePiece's: `▁` for blanks, one before the text, byte fallback, a token that begins."""
     trained = Tokenizer(BPE())
-    trained.normalizer, trained.pre_tokenizer = _piece_normalizer(), pre_tokenizers.Split(" ", "merged_with_next")
+    trained.normalizer, trained.pre_tokenizer = _piece_normalizer(), pre_tokenizers.Split("▁", "merged_with_next")
     trained.train_from_iterator(corpus, BpeTrainer(vocab_size=size - 259, show_progress=False))
     model = json.loads(trained.to_str())["model"]
     tokens = [*_SPECIAL, *_BYTE_TOKENS, *model["vocab"]]
@@ -72,16 +72,17 @@ def save_pieces(directory: Path, *, size: int = 600, corpus: Sequence[str] = COR
 def save_piece_vocabulary(
     directory: Path, tokens: Sequence[str], merges: Sequence[tuple[str, str]], *, begins: bool = False
 ) -> Path:
-    """SentencePiece's BPE of given tokens, `<unk>` and `</s>` among them."""
+    """SentencePiece's BPE of given tokens, `</s>` among them; with `begins`, `<s>` and a blank open a text."""
     ids = {token: token_id for token_id, token in enumerate(dict.fromkeys(tokens))}
-    backend = Tokenizer(BPE(ids, list(merges), unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = _piece_normalizer()
+    unknown = {"unk_token": "<unk>"} if "<unk>" in ids else {}
+    backend = Tokenizer(BPE(ids, list(merges), fuse_unk=True, byte_fallback=True, **unknown))
+    backend.normalizer = _piece_normalizer() if begins else normalizers.Replace(" ", "▁")
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     if begins:
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", ids["<s>"])])
-    return _save(backend, directory, unk_token="<unk>", eos_token="</s>", **({"bos_token": "<s>"} if begins else {}))
+    return _save(backend, directory, eos_token="</s>", **unknown, **({"bos_token": "<s>"} if begins else {}))
 
 
 def save_byte_level_vocabulary(directory: Path, tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> Path:
@@ -95,7 +96,7 @@ def save_byte_level_vocabulary(directory: Path, tokens: Sequence[str], merges: S
 def save_characters(directory: Path, characters: str = CHARACTERS, *, in_bytes: bool) -> Path:
     """A token a character, spelled one way or the other: every text has one tokenisation, in either."""
     if not in_bytes:
-        return save_piece_vocabulary(directory, ["<unk>", "</s>", *characters.replace(" ", "▁")], [])
+        return save_piece_vocabulary(directory, ["▁", "</s>", *characters.replace(" ", "")], [])
     tokens, merges = ["<|end|>"], []
     for character in reversed(characters):
         *spelled, last = (byte_level_spelling(bytes([byte])) for byte in character.encode())

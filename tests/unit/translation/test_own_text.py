@@ -56,9 +56,8 @@ def test_own_tokens_do_not_depend_on_the_portions_that_tokens_came_in(pair: Toke
         grown = OwnText(pair)
         while len(grown) < len(committed):
             if chance.random() < 0.3:  # some of them were not to stay
+                kept = len(grown) - chance.randrange(min(len(grown), 4) + 1)
                 grown.append([chance.randrange(pair.target_size) for _ in range(chance.randrange(1, 30))])
-                grown.truncate(chance.randrange(len(grown) + 1))
-                kept = next((at for at in range(len(grown)) if grown._committed[at] != committed[at]), len(grown))
                 grown.truncate(kept)
             grown.append(committed[len(grown) : len(grown) + chance.randrange(1, 9)])
         assert list(grown.own_ids) == list(whole.own_ids)
@@ -133,7 +132,9 @@ def test_a_drafted_character_that_has_only_begun_is_left_out(pair: TokenizerPair
 def test_how_much_of_a_text_has_no_token_in_common_is_told(directories: tuple[Path, Path]) -> None:
     pair = load_pair(directories[0], directories[1])
     unmapped = [t for t, own in enumerate(pair.tokens.own_of) if own < 0 and pair.target.token_bytes[t]]
-    mapped = pair.target.encode(b" the lazy dog, and the fox")
-    assert own_text(pair, mapped * 4).unmapped_share(64, 16) < 0.1
-    assert own_text(pair, mapped * 4 + unmapped[:1] * 64).unmapped_share(64, 16) == 1.0
+    mapped = [t for t, own in enumerate(pair.tokens.own_of) if own >= 0 and pair.target.token_bytes[t]]
+    assert own_text(pair, mapped[-48:] + unmapped[:16]).unmapped_share(64, 16) == 0.25
+    assert own_text(pair, mapped[-48:] + unmapped[:1] * 64).unmapped_share(64, 16) == 1.0
+    # A special token is no text, and says nothing.
+    assert own_text(pair, [pair.target_end_id] * 8 + mapped[-24:] + unmapped[:8]).unmapped_share(64, 16) == 0.25
     assert own_text(pair, unmapped[:1]).unmapped_share(64, 16) == 1 / 16
