@@ -69,6 +69,8 @@ class ReplicaKind(Generic[SettingsT]):
     """Makes the engine of a worker, which it alone uses from then on. Called once torch is loaded; may import it."""
     build_servicer: Callable[[Any, EngineMetrics], Servicer]
     """Puts a servicer in front of either engine."""
+    check: Callable[[SettingsT], None] = lambda settings: None
+    """Refuses what is its own and cheap to find wrong, before the model is loaded."""
 
 
 def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:
@@ -158,6 +160,7 @@ def _load_engine(
         )
     require_servable(settings.model, flag="--model")
     locate_checkpoint(settings.model)
+    kind.check(settings)
     _log.info("loading %s", settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.loop.replica import ReplicaOptions

@@ -15,7 +15,7 @@ SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
     "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
-    "specdec.engines", "specdec.tenant", "specdec.v1",
+    "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -33,7 +33,9 @@ ALLOWED = {
     "specdec.checkpoint": set(),
     "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),
-    "specdec.preflight": set(),
+    "specdec.preflight": {"specdec.translation"},
+    "specdec.token_bytes": set(),
+    "specdec.translation": set(),
     "specdec.restarts": set(),
     "specdec.rank_checks": set(),
     "specdec.config": set(),
@@ -75,7 +77,7 @@ ALLOWED = {
     "coordinator.lookup": set(),
     "coordinator.text": {"coordinator.requests"},
     "coordinator.replicas": {"coordinator.requests", *LIBRARY},
-    "draft_service": {"specdec.engine", *LIBRARY},
+    "draft_service": {"specdec.engine", "specdec.translation", *LIBRARY},
     "target_service": {"specdec.engine", *LIBRARY},
 }  # fmt: skip
 
