@@ -118,9 +118,12 @@ class Launcher:
         """Whether so many more replicas of each role fit is found out by starting them."""
 
     def _replica_arguments(self, role: str) -> list[str]:
-        args = self._args
+        args, served = self._args, self._served
+        own = ["--model", served.target if role == "target" else served.draft]
+        if role == "draft" and served.for_tokenizer:
+            own += ["--for-tokenizer", served.for_tokenizer]
         return [
-            *("--model", self._served.target if role == "target" else self._served.draft),
+            *own,
             *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
             *("--self-check", args.self_check, *self._limits(role), *self._common()),
             *(word for kind in args.local_draft if role == "target" for word in ("--local-draft", kind)),

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import replace
 
 from specdec.cli import up_flags
 from specdec.cli.control import ControlSocket
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         waiting = stack.enter_context(Waiting())
         is_divided = any(up_flags.num_ranks(args, role) > 1 for role in up_flags.ROLES)
         if args.target or args.draft or is_divided:  # the demo pair needs no look
-            _check_models(args, served, waiting, stop)
+            served = _check_models(args, served, waiting, stop)
         if stop.is_set():
             return 0
         redis_url = _redis(args, stack)
@@ -137,19 +138,23 @@ def _own_ray(
     return ray
 
 
-def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, stop: threading.Event) -> None:
-    """Raises what `require_servable_pair` does, before anything is loaded. Returns at once on `stop`."""
+def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, stop: threading.Event) -> Models:
+    """What is served, with whose tokens a draft of another tokenizer is to make. Returns at once on `stop`.
+
+    Raises:
+        SpecdecError: what `require_servable_pair` raises, before anything is loaded.
+    """
     named = {"--target": served.target, "--draft": served.draft}
     models = {flag: model for flag, model in named.items() if model and not model.startswith(SIMULATED_PREFIX)}
-    outcome: Future[None] = Future()
+    outcome: Future[str] = Future()
 
     def check() -> None:
         try:
-            require_servable_pair(models)
+            in_common = require_servable_pair(models)
             for flag, model in models.items():
                 if (ranks := up_flags.num_ranks(args, flag.removeprefix("--"))) > 1:
                     require_divisible(model, ranks)
-            outcome.set_result(None)
+            outcome.set_result(in_common)
         except BaseException as error:
             outcome.set_exception(error)
 
@@ -158,8 +163,10 @@ def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, st
     while not (stop.is_set() or outcome.done()):
         waiting.show(f"checking {' and '.join(models.values())}")
         wait([outcome], _POLL_S)
-    if outcome.done():
-        outcome.result()
+    if not outcome.done() or not (in_common := outcome.result()):
+        return served
+    _say(f"note: --draft has another tokenizer than --target: {in_common} are the target's too; it drafts for that")
+    return replace(served, for_tokenizer=args.tokenizer or served.target)
 
 
 def _await_ready(fleet: Fleet, endpoint: str, waiting: Waiting, stop: threading.Event) -> None:

@@ -45,6 +45,8 @@ class Models:
     target: str
     draft: str
     """"" for target-only."""
+    for_tokenizer: str = ""
+    """Whose tokens the draft is to make, where it has others of its own."""
 
 
 class _Draft(argparse.Action):
@@ -152,7 +154,7 @@ def check(args: argparse.Namespace) -> None:
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
-        raise Usage("--replicas-draft without --draft: name a draft with the target's vocabulary")
+        raise Usage("--replicas-draft without --draft: name a draft for the target")
     if args.ray_address not in ("", "auto", "local"):
         _split("--ray-address", args.ray_address)
     if args.ray_address not in ("", "local") and args.redis_url == "memory://":

@@ -97,7 +97,7 @@ def _parts(model: PreTrainedModel, vocabulary_size: int, max_context_tokens: int
         )
     return TargetParts(
         config=model.config.get_text_config(),
-        embedding=model.get_input_embeddings().weight.detach(),
+        embedding=cast(nn.Embedding, model.get_input_embeddings()).weight.detach(),
         norm=cast(nn.Module, norm),
         head=model.get_output_embeddings().weight.detach(),
         vocabulary_size=min(vocabulary_size, model.get_output_embeddings().weight.shape[0]),

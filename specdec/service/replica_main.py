@@ -70,6 +70,8 @@ class ReplicaKind(Generic[SettingsT]):
     """Makes the engine of a worker, which it alone uses from then on. Called once torch is loaded; may import it."""
     build_servicer: Callable[[Any, EngineMetrics], Servicer]
     """Puts a servicer in front of either engine."""
+    check: Callable[[SettingsT], None] = lambda settings: None
+    """Refuses what is its own and cheap to find wrong, before the model is loaded."""
     local_drafts: Callable[[SettingsT], tuple[LocalDraftSpec, ...]] = lambda settings: ()
     """What the worker is to draft with by itself."""
 
@@ -163,12 +165,13 @@ def _load_engine(
         )
     require_servable(settings.model, flag="--model")
     locate_checkpoint(settings.model)
+    kind.check(settings)
     _log.info("loading %s", settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.loop.replica import ReplicaOptions
 
     worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
-    tier = _open_kv_tier(settings, worker.shape)
+    tier = open_kv_tier(settings, worker.shape)
     if tier is not None:
         ending.push_async_callback(asyncio.to_thread, tier.close)
         metrics.watch_kv_tier(tier)
@@ -184,18 +187,15 @@ def _load_engine(
     return kind.build_engine(worker, options, settings, metrics)
 
 
-def _open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
-    """The cold tier of this worker's KV, where one is asked for and the worker's blocks can be copied."""
-    if not settings.kv_tier_url:
+def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
+    """The cold tier of a worker's KV, or of a rank's part of it, where one is asked for."""
+    layout = shape.kv_layout
+    if not settings.kv_tier_url or layout is None:
         return None
-    if shape.kv_layout is None:
-        _log.warning("serving without the KV tier: this worker's blocks cannot be copied")
-        return None
-    from specdec.engine.loop.cold_tier import run_blocks
+    from specdec.engine.cold_tier import run_blocks
     from specdec.state.kv_tier import KvTier
     from specdec.state.kv_values import KvSpace
 
-    layout = shape.kv_layout
     space = KvSpace(
         model_fingerprint=shape.model_fingerprint,
         dtype=layout.dtype,

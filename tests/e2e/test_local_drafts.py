@@ -25,7 +25,7 @@ from specdec.engine.model.options import CompileOptions
 from specdec.local_drafts import LocalDraftSpec
 from specdec.types import SamplingFilters, Support, Verification, VerifyRequest
 from target_service.verifier import Verifier
-from tests.e2e.test_sampled_law import FALSE_ALARM, NUM_LONG_SAMPLES, NUM_SAMPLES, NUM_TOKENS, p_value
+from tests.e2e.test_sampled_law import FALSE_ALARM, NUM_LONG_SAMPLES, NUM_TOKENS, p_value
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
 from tests.support.tiny_models import build_tiny_model
@@ -33,6 +33,8 @@ from tests.support.tiny_models import build_tiny_model
 VOCABULARY = 6
 PROMPT = (2, 3, 4, 5, 3, 2, 5, 4, 4, 3, 2, 5, 5, 2, 3, 4, 3)
 GAMMA = 2
+#: Enough for the negative control.
+NUM_QUICK_SAMPLES = 400
 NUM_LAYERS = 3
 FILTERS: dict[str, dict[str, Any]] = {
     "T=0": {"temperature": 0.0},
@@ -106,7 +108,7 @@ async def check_law(target: Path, mode: str, name: str, backend: str, num_sample
     [("rejection", "T=0.7, top-k, top-p", "native"), ("block", "T=1", "eager")],
 )
 async def test_three_tokens_follow_the_targets_joint_law(target: Path, mode: str, name: str, backend: str) -> None:
-    await check_law(target, mode, name, backend, NUM_SAMPLES)
+    await check_law(target, mode, name, backend, NUM_QUICK_SAMPLES)
 
 
 @pytest.mark.full
@@ -135,7 +137,7 @@ class MisstatesLocalDrafts(Verifier):
 
 async def test_a_local_draft_whose_q_is_not_what_was_sampled_would_be_noticed(target: Path) -> None:
     """Negative control."""
-    counts, _ = await sample(load(target), target, 400, MisstatesLocalDrafts, mode="rejection", temperature=1.0)
+    counts, _ = await sample(load(target), target, NUM_QUICK_SAMPLES, MisstatesLocalDrafts, mode="rejection", temperature=1.0)
     assert p_value(counts, joint_law(target, SamplingFilters())) < FALSE_ALARM / len(CASES)
 
 
