@@ -16,9 +16,8 @@ import corpus
 import torch
 from evaluate import HERE, PROMPTS, Pair
 from learners import LEARNERS, Target, View
-from safetensors.torch import load_file
 from torch import nn
-from train_heads import FILES
+from train_heads import FILES, load
 from transformers import LlamaForCausalLM
 
 #: Of a view: logits [1, T, V] of each draft depth, how far before what they predict they stand, and how many rows a
@@ -31,9 +30,7 @@ def head_drafter(name: str, folder: Path, model: LlamaForCausalLM, gamma: int) -
     kind = LEARNERS[name]
     options: dict = {"eagle3": {"num_depths": gamma}}.get(name, {})
     learner: nn.Module = kind(model, **options)
-    stored = load_file(folder / name / FILES[name])
-    for tensor_name, parameter in learner.tensors().items():
-        parameter.data.copy_(stored[tensor_name])
+    load(learner, folder / name)
 
     def draft(view: View) -> Iterator[tuple[torch.Tensor, int, int]]:
         for logits, offset in learner.logits(view):

@@ -123,7 +123,7 @@ class Eagle3Learner(nn.Module):
              for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")}
         )  # fmt: skip
         self.lm_head = nn.Parameter(target.lm_head.weight.detach().clone())
-        # It begins by saying what the target's own head would say of the last feature: one token late, but in its words.
+        # It begins with what the target's own head says of the last feature: one token late, but in its words.
         with torch.no_grad():
             self.norms["norm"].weight.copy_(target.model.norm.weight)
             self.layers["fc"].weight[:, -width:] += torch.eye(width)

@@ -15,7 +15,7 @@ from pathlib import Path
 import corpus
 import torch
 from learners import EARLY_EXIT_LAYERS, LEARNERS, EarlyExitLearner, Target, View
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from train import Batches, Optimizers, TrainingPlan, distillation_loss, token_stream
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -84,31 +84,45 @@ def save(learner: nn.Module, folder: Path, facts: dict) -> None:
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def main() -> None:
-    """Read the command line, train, and save every `--save-every` steps and at the end."""
+def load(learner: nn.Module, folder: Path) -> int:
+    """Takes one learner's checkpoint over; returns the steps it was trained for."""
+    stored = load_file(folder / FILES[learner.name])
+    with torch.no_grad():
+        for name, parameter in learner.tensors().items():
+            parameter.copy_(stored[name])
+    return json.loads((folder / "training.json").read_text())["finished_steps"]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder that has target/ and gets the heads'")
     parser.add_argument("--only", nargs="+", choices=list(LEARNERS), default=list(LEARNERS))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="go on from the heads that --out has")
     parser.add_argument("--bf16", action="store_true", help="multiply in bf16: faster on CPUs that have it")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Read the command line, train, and save every `--save-every` steps and at the end."""
+    arguments = parse()
     torch.set_num_threads(arguments.threads)
-    plan = TrainingPlan(
-        num_steps=arguments.steps, num_draft_steps=0, late_share=1.0, matrix_lr=8e-3, other_lr=2e-3, seed=2
-    )
+    plan = TrainingPlan(arguments.steps, 0, late_share=1.0, other_lr=2e-3, seed=3 if arguments.resume else 2)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.out / "target")
     files = corpus.library_files()
-    stream = token_stream(tokenizer, corpus.documents([file for file in files if not file.held_out], plan.seed))
-    held_out = token_stream(tokenizer, corpus.documents([file for file in files if file.held_out], plan.seed))
-    width = plan.row_tokens
-    rows = torch.from_numpy(held_out[: 32 * width]).view(32, width)
-    training, batches, started = (
-        HeadTraining(arguments.out, arguments.only, plan, arguments.bf16),
-        Batches(stream, plan),
-        time.monotonic(),
+    stream, held_out = (
+        token_stream(tokenizer, corpus.documents([file for file in files if file.held_out == is_held_out], 2))
+        for is_held_out in (False, True)
     )
+    rows = torch.from_numpy(held_out[: 32 * plan.row_tokens]).view(32, plan.row_tokens)
+    training = HeadTraining(arguments.out, arguments.only, plan, arguments.bf16)
+    steps_before = dict.fromkeys(arguments.only, 0)
+    if arguments.resume:
+        steps_before = {name: load(learner, arguments.out / name) for name, learner in training.learners.items()}
+    batches, started = Batches(stream, plan), time.monotonic()
     for index in range(plan.num_steps):
         told = training.step(batches.at(index)[:, :-1])
         if (index + 1) % 10 == 0:
@@ -119,9 +133,11 @@ def main() -> None:
             print("held out", losses, flush=True)
             for name, learner in training.learners.items():
                 facts = {
-                    "corpus": corpus.fingerprint(files), "finished_steps": index + 1, "batch_tokens": plan.batch_tokens,
-                    "training_s": round(time.monotonic() - started), "held_out_kl_nats_by_depth": losses[name],
-                }  # fmt: skip
+                    "corpus": corpus.fingerprint(files),
+                    "finished_steps": steps_before[name] + index + 1,
+                    "batch_tokens": plan.batch_tokens,
+                    "held_out_kl_nats_by_depth": losses[name],
+                }
                 save(learner, arguments.out / name, facts)
 
 

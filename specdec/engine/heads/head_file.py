@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.engine.heads.base import TargetParts
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, SpecdecError
 
 FIELD = "local_draft"
 
@@ -51,7 +51,10 @@ class HeadFile:
         """
         place = Path(path).expanduser()
         if not place.is_file():
-            place = locate_checkpoint(path)
+            try:
+                place = locate_checkpoint(path)
+            except SpecdecError as error:
+                raise refusal(f"there are no heads at {path!r}: {error.message}") from error
         folder = place.parent if place.is_file() else place
         files = [place] if place.is_file() else _files_of(place)
         tensors: dict[str, torch.Tensor] = {}
@@ -117,6 +120,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix not in (".safetensors", *_PICKLES):
+        raise refusal(f"{file} is neither *.safetensors nor *.pt, *.bin or *.pth")
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
