@@ -71,7 +71,7 @@ class RunningSystem:
             dtype: as a service takes it.
             device: of both models.
             kv_cache_bytes: of target and draft. None is what `specdec up` gives each.
-            lookup: kinds of drafts that the coordinator finds in text.
+            lookup: kinds of drafts that need no draft replica, as `specdec up --draft` names them.
         """
         models = ["--target", str(target_dir)]
         models += ["--replicas-draft", "0"] if draft_dir is None else ["--draft", str(draft_dir)]

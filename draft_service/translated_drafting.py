@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draft_service.drafting import Draft, DraftProgram, proposal_of, request_of
+from draft_service.drafting import DraftProgram, proposal_of, request_of
 from draft_service.translated_sessions import TranslatedPosition
+from specdec.engine.drafting.drawing import Draft
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.engine.loop.job import Job, Program

@@ -1,7 +1,7 @@
 """Every kind of draft that requests may have, and what all requests together know of each pool.
 
 The one place where a pool's name becomes a source of drafts. Not here: what a source does (`draft_source`,
-`lookup_drafts`), which pool a request is routed to (`replicas/pool`). One for a coordinator; called by
+`lookup_drafts`, `local_drafts`), which pool a request is routed to (`replicas/pool`). One for a coordinator; called by
 `generation/assembly`.
 """
 
@@ -17,8 +17,9 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.requests import DraftFigures, SpeculationChoice
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_clock import DraftClock
-from coordinator.round.draft_source import DraftSource, ModelDrafts
+from coordinator.round.draft_source import AskedDrafts, DraftSource, ModelDrafts
 from coordinator.round.gamma import GammaChooser, PoolRecord
+from coordinator.round.local_drafts import LocalDrafts
 from coordinator.round.lookup_drafts import LookupDrafts
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
@@ -68,18 +69,25 @@ class DraftKinds:
             replicas: of its session; `draft_pool` is whose model drafts, "" for none.
             calls: of its rounds.
         """
-        models = self._models(wanted, setting, replicas, calls)
-        if wanted.draft_pool not in self._pools.lookup_pools or setting.mode is Mode.OFF:
-            return models
-        fixed, most = wanted.gamma, self._pools.target_info.max_gamma
+        asked: AskedDrafts = self._models(wanted, setting, replicas, calls)
+        if setting.mode is Mode.OFF:
+            return asked
+        if local := self._pools.local_pool(wanted.draft_pool):
+            asked = LocalDrafts(local, self._chooser(local, wanted))
+        if wanted.draft_pool not in self._pools.lookup_pools:
+            return asked
         return LookupDrafts(
             wanted.draft_pool,
             Lookup(LookupKind(wanted.draft_pool), self._history),
             tokens,
-            GammaChooser(self._records[wanted.draft_pool], fixed=fixed, max_gamma=most),
-            models if replicas.draft_pool else None,
+            self._chooser(wanted.draft_pool, wanted),
+            asked if local or replicas.draft_pool else None,
             with_supports=not setting.answers_choices,
         )
+
+    def _chooser(self, pool: str, wanted: SpeculationChoice) -> GammaChooser:
+        """Of a pool whose drafts need no draft replica."""
+        return GammaChooser(self._records[pool], fixed=wanted.gamma, max_gamma=self._pools.target_info.max_gamma)
 
     def _models(
         self, wanted: SpeculationChoice, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls

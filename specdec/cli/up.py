@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     served = up_flags.models(args)
     endpoint = up_flags.listen_address(args)
     metrics = up_flags.metrics_addresses(args, up_flags.names_of(args))
-    if not (served.draft or args.lookup) and args.replicas_draft is None:
+    if not (served.draft or args.lookup or args.local_draft) and args.replicas_draft is None:
         _say("note: no --draft was given: target-only, every token takes a step of the target")
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(Waiting())

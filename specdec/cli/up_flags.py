@@ -17,6 +17,7 @@ from specdec.cli.processes import free_ports
 from specdec.config import join_address, split_address
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
+from specdec.local_drafts import is_local_draft, parse_local_drafts
 from specdec.rpc.server import require_free
 from specdec.tenant import DEFAULT_TENANT, check_tenant
 
@@ -49,13 +50,20 @@ class Models:
 
 
 class _Draft(argparse.Action):
-    """Tells a model from the kinds of drafts that need none: `draft` is the model, `lookup` are the kinds."""
+    """Tells a model from the kinds of drafts that need none: `draft` is the model, `lookup` are the kinds that are
+    found in text, `local_draft` those that targets draft by themselves."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
     ) -> None:
         if given in _LOOKUPS:
             namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
+        elif is_local_draft(given):
+            namespace.local_draft = (*namespace.local_draft, given)
+            try:
+                parse_local_drafts(namespace.local_draft)
+            except ValueError as error:
+                raise argparse.ArgumentError(self, str(error)) from None
         elif namespace.draft:
             raise argparse.ArgumentError(self, f"{namespace.draft} and {given} are two models; there can be one")
         else:
@@ -69,10 +77,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--draft", **model, action=_Draft,
         help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
-        "drafts found in the session's text, or in other outputs as well, without a model. Repeatable: where "
-        "nothing is found the model is asked",
+        "drafts found in the session's text, or in other outputs as well, without a model. Or early-exit:N[:PATH]: "
+        "the target's own first N layers. Repeatable: where nothing is found the target or the model is asked",
     )  # fmt: skip
-    parser.set_defaults(lookup=())
+    parser.set_defaults(lookup=(), local_draft=())
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
     )
@@ -163,6 +171,8 @@ def check(args: argparse.Namespace) -> None:
         for flag in (f"--kv-cache-bytes-{role}", f"--num-threads-{role}"):
             if (number := value(args, flag)) is not None and number < 1:
                 raise Usage(f"{flag} must be at least 1")
+    if args.local_draft and num_ranks(args, "target") > 1:
+        raise Usage(f"--draft {args.local_draft[0]} does not go with --tensor-parallel: ranks do not draft")
     target, draft = (utilization(args, role) for role in ROLES)
     if num_drafts(args) and target + draft > 1:
         raise Usage(
@@ -175,7 +185,7 @@ def num_drafts(args: argparse.Namespace) -> int:
     """Draft replicas: none beside a target of the caller's that comes alone, or where only text is looked at."""
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
-    return 0 if (args.target or args.lookup) and not args.draft else 1
+    return 0 if (args.target or args.lookup or args.local_draft) and not args.draft else 1
 
 
 def num_ranks(args: argparse.Namespace, role: str) -> int:

@@ -28,6 +28,7 @@ from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
 from specdec.engines import SIMULATED_PREFIX, Engine
 from specdec.errors import InvalidRequest
+from specdec.local_drafts import LocalDraftSpec
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
 from specdec.preflight import require_servable
@@ -71,6 +72,8 @@ class ReplicaKind(Generic[SettingsT]):
     """Puts a servicer in front of either engine."""
     check: Callable[[SettingsT], None] = lambda settings: None
     """Refuses what is its own and cheap to find wrong, before the model is loaded."""
+    local_drafts: Callable[[SettingsT], tuple[LocalDraftSpec, ...]] = lambda settings: ()
+    """What the worker is to draft with by itself."""
 
 
 def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:
@@ -86,7 +89,7 @@ def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None)
     configure_logging(settings.log_format, settings.log_level, service=kind.role)
     if settings.tensor_parallel > 1:
         return run_ranks(kind.role, sys.argv[1:] if argv is None else argv, settings)
-    return run_to_exit_code(serve_replica(kind, settings, partial(_load_worker, settings)))
+    return run_to_exit_code(serve_replica(kind, settings, partial(_load_worker, settings, kind.local_drafts(settings))))
 
 
 async def serve_replica(
@@ -149,6 +152,8 @@ def _load_engine(
             raise InvalidRequest("simulated replicas have a context of their own", field="max_context_tokens")
         if settings.kv_tier_url:
             raise InvalidRequest("simulated replicas have no KV to keep", field="kv_tier_url")
+        if kind.local_drafts(settings):
+            raise InvalidRequest("simulated replicas have no layers to draft with", field="local_draft")
         return kind.simulated_engine(
             simulated_pair(settings.model),
             replica_id=replica_id,
@@ -166,7 +171,7 @@ def _load_engine(
     from specdec.engine.loop.replica import ReplicaOptions
 
     worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
-    tier = _open_kv_tier(settings, worker.shape)
+    tier = open_kv_tier(settings, worker.shape)
     if tier is not None:
         ending.push_async_callback(asyncio.to_thread, tier.close)
         metrics.watch_kv_tier(tier)
@@ -182,18 +187,15 @@ def _load_engine(
     return kind.build_engine(worker, options, settings, metrics)
 
 
-def _open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
-    """The cold tier of this worker's KV, where one is asked for and the worker's blocks can be copied."""
-    if not settings.kv_tier_url:
+def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
+    """The cold tier of a worker's KV, or of a rank's part of it, where one is asked for."""
+    layout = shape.kv_layout
+    if not settings.kv_tier_url or layout is None:
         return None
-    if shape.kv_layout is None:
-        _log.warning("serving without the KV tier: this worker's blocks cannot be copied")
-        return None
-    from specdec.engine.loop.cold_tier import run_blocks
+    from specdec.engine.cold_tier import run_blocks
     from specdec.state.kv_tier import KvTier
     from specdec.state.kv_values import KvSpace
 
-    layout = shape.kv_layout
     space = KvSpace(
         model_fingerprint=shape.model_fingerprint,
         dtype=layout.dtype,
@@ -222,7 +224,7 @@ def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Wo
     return outcome.result()
 
 
-def _load_worker(settings: ReplicaSettings, num_decode_rows: int) -> Worker:
+def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, ...], num_decode_rows: int) -> Worker:
     from specdec.engine.loader import load_worker
     from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, row_counts
 
@@ -242,4 +244,5 @@ def _load_worker(settings: ReplicaSettings, num_decode_rows: int) -> Worker:
             settings.compile_backend, row_counts(num_decode_rows), cache_directory(os.environ) / "compiled"
         ),
         self_check=settings.self_check == "on",
+        local_drafts=local_drafts,
     )

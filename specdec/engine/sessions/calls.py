@@ -42,6 +42,8 @@ class Call:
     """Rows wanted when the committed and draft tokens have run; at least 1."""
     max_kv_len: int
     """The most tokens that can need KV before the job finishes."""
+    local_draft: str = ""
+    """What the worker is to draft with before the tokens run, one of `ModelShape.local_drafts`; "": nothing."""
 
     @property
     def position(self) -> SessionPosition:
