@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from draft_service.scoring import score_of
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.sparse import draw_from_support
 from specdec.engine.logits.filters import (
@@ -77,6 +78,9 @@ class DraftProgram:
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Draws one token a job from its row of `logits`, and ends the job or goes on."""
+        if jobs[0].call.yields:  # and is alone
+            jobs[0].finish(score_of(jobs[0], logits, self._cut))
+            return
         self.draw(jobs, logits, is_noted=len(jobs) <= self._max_noted)
 
     def draw(self, jobs: Sequence[Job], logits: StepLogits, *, is_noted: bool = True) -> None:
@@ -102,6 +106,9 @@ class DraftProgram:
             guesses.update(zip(guessed_for, _likeliest(scores, self._num_likeliest), strict=True))
         return [guesses[job] for job in jobs]
 
+    def _cut(self, distributions: torch.Tensor) -> Sequence[tuple[Support, float]]:
+        return cut_supports(distributions, self._s_max, self._coverage)
+
     def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         if num_likeliest:
             _note(jobs, _likeliest(_greedy_scores(jobs, logits.values), num_likeliest))
@@ -120,9 +127,7 @@ class DraftProgram:
     def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         distributions = filtered_distributions(logits.values, [_context(job) for job in jobs])
         token_ids = []
-        for job, (support, lost_mass) in zip(
-            jobs, cut_supports(distributions, self._s_max, self._coverage), strict=True
-        ):
+        for job, (support, lost_mass) in zip(jobs, self._cut(distributions), strict=True):
             token_ids.append(draw_from_support(support, _draw_key(job), len(job.progress.token_ids)))
             job.progress.supports.append(support)
             job.progress.lost_mass.append(lost_mass)
