@@ -3,7 +3,8 @@
 A request of the kind that edits or quotes: its prompt holds a file's beginning, what the target made of it, and the
 beginning again, as an edited copy would. The target is `deep(18, 0.02)`, greedy, one stream; ours finds its drafts in
 the text (`suffix`), the peer is Hugging Face's prompt lookup on the same prompts. Every prompt is new to every system:
-what `suffix` finds is in the prompt, or was said in answer to other ones. Not here: draft models (`latency`).
+what `suffix` finds is in the prompt, or was said in answer to other ones. Rows 36 and 37 are in `draft_routes`. Not
+here: draft models (`latency`).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import draft_routes
 from bench.models import DEMO, deep
 from bench.pairs import interleave, median_ratio
 from bench.peers import PeerProcess, PeerRun
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
                     advance()
                 interleave(prompts[:2], systems, advance)
                 runs = interleave(prompts[2:], systems, advance)
-    return _rows(runs, arguments.quick)
+    return [*_rows(runs, arguments.quick), *draft_routes.run(arguments, SUITE)]
 
 
 def _rows(runs: Runs, quick: bool) -> list[Row]:

@@ -33,6 +33,13 @@ class DraftSource(Protocol):
         ...
 
 
+class ModelSource(DraftSource, Protocol):
+    """Drafts of a model: how many are worth it can be asked."""
+
+    @property
+    def chooser(self) -> GammaChooser: ...
+
+
 class ModelDrafts:
     """A draft replica's tokens, as many as pay."""
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     served = up_flags.models(args)
     endpoint = up_flags.listen_address(args)
     metrics = up_flags.metrics_addresses(args, up_flags.names_of(args))
-    if not (served.draft or args.lookup) and args.replicas_draft is None:
+    if not (served.drafts or args.lookup) and args.replicas_draft is None:
         _say("note: no --draft was given: target-only, every token takes a step of the target")
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(Waiting())
@@ -139,15 +139,17 @@ def _own_ray(
 
 def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, stop: threading.Event) -> None:
     """Raises what `require_servable_pair` does, before anything is loaded. Returns at once on `stop`."""
-    named = {"--target": served.target, "--draft": served.draft}
-    models = {flag: model for flag, model in named.items() if model and not model.startswith(SIMULATED_PREFIX)}
+    several = len(served.drafts) > 1
+    drafts = {f"--draft {pool.name}" if several else "--draft": pool.model for pool in served.drafts}
+    named = {"--target": served.target} | drafts
+    models = {flag: model for flag, model in named.items() if not model.startswith(SIMULATED_PREFIX)}
     outcome: Future[None] = Future()
 
     def check() -> None:
         try:
             require_servable_pair(models)
             for flag, model in models.items():
-                if (ranks := up_flags.num_ranks(args, flag.removeprefix("--"))) > 1:
+                if (ranks := up_flags.num_ranks(args, flag.split()[0].removeprefix("--"))) > 1:
                     require_divisible(model, ranks)
             outcome.set_result(None)
         except BaseException as error:
