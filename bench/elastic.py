@@ -14,7 +14,7 @@ from bench.simulated_system import write_tokenizer
 SUITE = "elastic"
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 #: Each is a method of the suite and a file.
-FIGURES = ["pools", "ranks", "prefixes", "tier"]
+FIGURES = ["pools", "recovery", "ranks", "prefixes", "tier"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,12 @@ class _Suite:
         from bench.elastic_pools import measure_pools
 
         return measure_pools(self._tokenizer_dir, partial(self._row, simulated=True), quick=self._quick)
+
+    def recovery(self) -> list[Row]:
+        """A part of the target is lost for good."""
+        from bench.elastic_recovery import measure_recovery
+
+        return measure_recovery(self._row, quick=self._quick)
 
     def ranks(self) -> list[Row]:
         """What a step's message costs a model that is divided among processes."""

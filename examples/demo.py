@@ -7,13 +7,12 @@ own Python, with or without a terminal; it stops everything it started.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
+
+from one_machine import print_answer, with_system
 
 from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
 from specdec.client import Client, Completion
-from specdec.errors import SpecdecError
 
 PROMPT = 'def read_lines(path, encoding="utf-8"):\n    """'
 MAX_NEW_TOKENS = 96
@@ -22,21 +21,7 @@ GAMMA = 4  # fixed: a machine on which drafting does not pay should show that to
 
 def main() -> int:
     print("Starting draft, target and coordinator as separate processes …", flush=True)
-    up = subprocess.Popen(
-        [sys.executable, "-m", "specdec.cli", "up", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-    )
-    assert up.stdout is not None  # it was opened above
-    try:
-        ready = up.stdout.readline().split("grpc=")
-        if len(ready) != 2:
-            return 1  # `up` has said why
-        return show(ready[1].strip())
-    except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
-        return 1
-    finally:
-        up.send_signal(signal.SIGTERM)
-        up.wait()
+    return with_system([], show)
 
 
 def show(endpoint: str) -> int:
@@ -63,13 +48,7 @@ def show(endpoint: str) -> int:
 def stream(client: Client, writer: TokenWriter, mode: str) -> Completion:
     """Prints one greedy completion as it comes, then its closing line."""
     print(PROMPT, end="", flush=True)
-    with client.generate(
-        PROMPT, stream=True, provenance=True, mode=mode, gamma=GAMMA, temperature=0, max_new_tokens=MAX_NEW_TOKENS
-    ) as chunks:
-        for chunk in chunks:
-            writer.write(chunk)
-        completion = chunks.result()
-    client.delete_session(completion.session_id)
+    completion = print_answer(client, writer, PROMPT, mode=mode, gamma=GAMMA, max_new_tokens=MAX_NEW_TOKENS)
     print(f"\n\n{closing_line(completion)}")
     return completion
 

@@ -7,16 +7,17 @@ everything it started. Needs `make real`.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+
+from one_machine import print_answer, with_system
 
 from bench.real_models import smollm2
 from specdec.checkpoint import locate_checkpoint
 from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
-from specdec.client import ChatMessage, Client, Completion
+from specdec.client import ChatMessage, Client
 from specdec.errors import SpecdecError
 
 QUESTIONS = ("What is rain, in two sentences?", "And snow?", "Which of them is colder? 🌨️")
@@ -31,23 +32,10 @@ def main() -> int:
     except (FileNotFoundError, SpecdecError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(model), "--replicas-draft", "0"]
-    up = subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
-    assert up.stdout is not None  # it was opened above
-    try:
-        ready = up.stdout.readline().split("grpc=")
-        if len(ready) != 2:
-            return 1  # `up` has said why
-        return show(ready[1].strip(), checkpoint)
-    except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
-        return 1
-    finally:
-        up.send_signal(signal.SIGTERM)
-        up.wait()
+    return with_system(["--target", str(model), "--replicas-draft", "0"], partial(show, checkpoint))
 
 
-def show(endpoint: str, checkpoint: Path) -> int:
+def show(checkpoint: Path, endpoint: str) -> int:
     """A conversation of a few turns, each answered twice; returns the exit code."""
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, os.environ))
     peer = Peer(checkpoint)
@@ -57,7 +45,8 @@ def show(endpoint: str, checkpoint: Path) -> int:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             print(f"\n> {question}")
-            answer = stream(client, writer, messages)
+            # Each question asks with the whole conversation, as the peer does.
+            answer = print_answer(client, writer, messages=messages, max_new_tokens=MAX_NEW_TOKENS)
             token_ids, rate = peer.answer(client.tokenize(messages=messages))
             print(f"\n{closing_line(answer)}\nTransformers: {rate:.1f} tokens/s", flush=True)
             ours.append(tokens_per_s(answer))
@@ -71,18 +60,6 @@ def show(endpoint: str, checkpoint: Path) -> int:
     )
     print("Both said the same, token for token." if same else "error: the answers differ")
     return 0 if same else 1
-
-
-def stream(client: Client, writer: TokenWriter, messages: list[ChatMessage]) -> Completion:
-    """Prints one greedy answer as it comes. Each question asks with the whole conversation, as the peer does."""
-    with client.generate(
-        messages=messages, stream=True, provenance=True, temperature=0, max_new_tokens=MAX_NEW_TOKENS
-    ) as chunks:
-        for chunk in chunks:
-            writer.write(chunk)
-        completion = chunks.result()
-    client.delete_session(completion.session_id)
-    return completion
 
 
 class Peer:

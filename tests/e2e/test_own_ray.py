@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.ray_nodes import descendants
 from bench.simulated_system import write_tokenizer
 from specdec.client import Client
-from tests.support.ray_nodes import descendants
 from tests.support.up_rig import complaints, start_up, wait_until_gone
 
 pytest.importorskip("ray")

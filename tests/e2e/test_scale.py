@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench.simulated_system import write_tokenizer
+from bench.steady_load import SteadyLoad
 from specdec.client import Client
-from tests.support.steady_load import SteadyLoad
 from tests.support.up_rig import children_of, specdec, start_up
 
 PAIR = "simulated:8b-0.6b"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.ray_nodes import NUM_CPUS, RayNodes, descendants
 from bench.simulated_system import write_tokenizer
+from bench.steady_load import SteadyLoad
 from specdec.client import Budgets, Client
-from tests.support.ray_nodes import NUM_CPUS, RayNodes, descendants
 from tests.support.redis_fixture import RedisServer
-from tests.support.steady_load import SteadyLoad
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import specdec, start_up, wait_until_gone
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes on this machine: `python -m tests.support.ray_nodes`, in a process of its own.
+"""A Ray cluster of three nodes on this machine: `python -m bench.ray_nodes`, in a process of its own.
 
 Ray takes over signals and outputs of the process that starts it, so tests hold it by a pipe: `RayNodes`. The head has
 no CPUs to give; each of the two other nodes has four.
@@ -30,7 +30,7 @@ class RayNodes:
         environ = {**os.environ, "RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
         self.environ = {"RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ray_nodes"],
+            [sys.executable, "-m", "bench.ray_nodes"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
         )  # fmt: skip
         started = self._read()

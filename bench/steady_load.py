@@ -1,0 +1,97 @@
+"""A steady load of greedy streams, one thread each, whose every output is known beforehand.
+
+Each stream asks for the same output again and again, in new sessions; what came is compared with what a quiet system
+gave. For measurements and tests in which replicas come, go and die.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from specdec.client import Budgets, Client
+
+NUM_TOKENS = 250
+
+
+class SteadyLoad:
+    """Runs while the context is open."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        num_streams: int = 6,
+        num_tokens: int = NUM_TOKENS,
+        *,
+        patience_s: float = 60.0,
+        **asked: Any,
+    ) -> None:
+        """Asks a quiet system for each stream's output.
+
+        Args:
+            endpoint: of the coordinator.
+            num_streams: at once.
+            num_tokens: of an output.
+            patience_s: how long a stream goes on asking after its generation was lost.
+            asked: further options of every request.
+        """
+        self._endpoint = endpoint
+        self._budgets = Budgets(resume_s=patience_s)
+        self._asked = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True} | asked
+        self.chunks: list[tuple[float, int, int]] = []
+        """When each chunk came, of which stream, and its tokens."""
+        self.outputs_ended = [0] * num_streams
+        """How far each stream has come."""
+        self.faults: list[str] = []
+        with ThreadPoolExecutor(num_streams) as pool:
+            self._expected = list(pool.map(self._stream, range(num_streams)))
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(num_streams)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Lets every stream finish the output it is at."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for_all_streams(self) -> None:
+        """Until each of them has had another chunk, or one has failed."""
+        waiting, seen = set(range(len(self.outputs_ended))), len(self.chunks)
+        while waiting and not self.faults:
+            time.sleep(0.02)
+            now = len(self.chunks)
+            waiting -= {stream for _, stream, _ in self.chunks[seen:now]}
+            seen = now
+
+    def _run(self, index: int) -> None:
+        while not self._stop.is_set():
+            try:
+                output = self._stream(index)
+            except Exception as error:  # whatever a user would have seen
+                self.faults.append(f"stream {index}: {error!r}")
+                return
+            if output != self._expected[index]:
+                self.faults.append(f"stream {index}: other tokens than before")
+            self.outputs_ended[index] += 1
+
+    def _stream(self, index: int) -> list[int]:
+        token_ids: list[int] = []
+        with Client(self._endpoint, budgets=self._budgets) as client:
+            prompt = [index + 5, 6, 7]
+            with client.generate(prompt_token_ids=prompt, stream=True, seed=index, **self._asked) as stream:
+                for chunk in stream:
+                    self.chunks.append((time.monotonic(), index, len(chunk.token_ids)))
+                    token_ids += chunk.token_ids
+                session_id = stream.result().session_id
+            client.delete_session(session_id)
+        return token_ids
