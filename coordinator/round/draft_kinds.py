@@ -27,6 +27,7 @@ from coordinator.round.routes import Routes
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
+from coordinator.routing.classes import MOST_PROMPT_TOKENS
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from specdec.types import Mode
@@ -70,8 +71,9 @@ class DraftKinds:
         """The route of a request that may have any draft model; None where it has one, or wants none."""
         if self._routes is None or wanted.draft_pool or setting.mode is Mode.OFF:
             return None
-        prompt = tokens.tail(0)[: setting.output_start]
-        request_class = self._routes.class_of(wanted.task, setting.mode, setting.filters, prompt)
+        start = max(0, setting.output_start - MOST_PROMPT_TOKENS)
+        end_of_prompt = tokens.tail(start)[: setting.output_start - start]
+        request_class = self._routes.class_of(wanted.task, setting.mode, setting.filters, end_of_prompt)
         return RequestRoute(request_class, self._routes, setting, tokens)
 
     def remember(self, token_ids: Sequence[int]) -> None:

@@ -11,14 +11,14 @@ from one event loop.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.requests import RouteFigures
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import PoolRecord, best_gamma
-from coordinator.routing.classes import MAX_CLASSES, MOST_PROMPT_TOKENS, OTHER, class_of, kind_of
+from coordinator.routing.classes import MAX_CLASSES, OTHER, class_of, kind_of
 from coordinator.routing.expected_rounds import ExpectedRounds
 from coordinator.routing.hedge import Hedge
 from coordinator.routing.promotion import Canary
@@ -72,7 +72,7 @@ class Routes:
         self._pools = pools
         self._records = records
         self._text_of = text_of
-        self._classes: OrderedDict[str, _Class] = OrderedDict()
+        self._classes: dict[str, _Class] = {}
         self._step_s: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._prefill_s: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         """Of a token, by pool."""
@@ -81,10 +81,10 @@ class Routes:
         """Idempotent."""
         await self.scores.close()
 
-    def class_of(self, task: str, mode: Mode, filters: SamplingFilters, prompt: TokenIds) -> str:
-        """The class of a request; `prompt` is all that its session holds before the output."""
-        last = prompt[-MOST_PROMPT_TOKENS:]
-        name = class_of(task, "" if task else kind_of(last, self._text_of(last.tolist())), mode, filters)
+    def class_of(self, task: str, mode: Mode, filters: SamplingFilters, end_of_prompt: TokenIds) -> str:
+        """The class of a request; `end_of_prompt`: the last of what its session holds before the output."""
+        kind = "" if task else kind_of(end_of_prompt, self._text_of(end_of_prompt.tolist()))
+        name = class_of(task, kind, mode, filters)
         if name not in self._classes and len(self._classes) >= MAX_CLASSES:
             name = class_of(OTHER, "", mode, filters)
         return name

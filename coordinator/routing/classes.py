@@ -37,14 +37,15 @@ def class_of(task: str, kind: str, mode: Mode, filters: SamplingFilters) -> str:
         mode: of the request.
         filters: likewise.
     """
-    return f"{task or kind}/{mode.name.lower()}/{_band(filters)}"
+    label = "".join(character if character.isprintable() else "?" for character in task)  # it is shown in terminals
+    return f"{label or kind}/{mode.name.lower()}/{_band(filters)}"
 
 
 def kind_of(token_ids: TokenIds, text: str) -> str:
     """repeating, code or prose.
 
     Args:
-        token_ids: the last of the prompt, `MOST_PROMPT_TOKENS` at most.
+        token_ids: the last of the prompt, some `MOST_PROMPT_TOKENS` at most.
         text: of those.
     """
     if _repeated_share(token_ids.tolist()) >= _REPEATING:

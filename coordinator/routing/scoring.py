@@ -92,7 +92,7 @@ class ScoreQueue:
             if attempt:
                 await asyncio.sleep(self._retry_s)
             left = [pool for pool in left if not await self._ask(span, pool)]
-            if not left:
+            if not left or self._waiting:  # newer spans say as much, and find as many replicas idle
                 break
         span.on_end()
 

@@ -129,3 +129,4 @@ def test_a_class_is_told_by_label_mode_and_temperature() -> None:
         "prose/block/hot",
     ]
     assert of(0.0, "sql") == "sql/block/greedy"
+    assert of(0.0, "\x1b[2Jsql\n") == "?[2Jsql?/block/greedy"
