@@ -26,7 +26,7 @@ from bench.tier_rule import measure_rule
 from specdec.cli.processes import free_ports
 from specdec.client import Client
 from specdec.core.chain import ChainHasher
-from specdec.engine.loop.cold_tier import RUN_BLOCKS
+from specdec.engine.cold_tier import RUN_BLOCKS
 from specdec.types import BLOCK_TOKENS
 
 PROMPT_TOKENS = 1_500

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bench.rows import Row
 from bench.simulated_system import redis_server
 from specdec.engine.base import KvLayout, ModelShape, StepPlan, Worker
-from specdec.engine.loop.cold_tier import run_blocks
+from specdec.engine.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.device import ForwardTime
 from specdec.state.kv_tier import KvTier

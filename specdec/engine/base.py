@@ -19,6 +19,8 @@ from specdec.errors import Unavailable, Unsupported
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
 
+    from specdec.engine.cold_tier import ColdTier
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
@@ -74,7 +76,7 @@ class ModelShape:
     dtype: str
     device: str
     kv_layout: KvLayout | None = None
-    """None: its blocks cannot be copied out and in."""
+    """None: it has no KV blocks (a table, a simulation)."""
 
 
 class WorkerLost(Unavailable):
@@ -100,18 +102,22 @@ class Worker(Protocol):
         ...
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copies KV blocks out; of one rank of several, its own part of them. Only where `shape.kv_layout` is given.
+        """Copies KV blocks out; of one rank of several, its own part of them.
 
         From any thread, while steps run too: whether a block was written meanwhile is the caller's to find out.
 
         Returns:
             uint8 [len(block_ids), shape.kv_layout.block_bytes]: of each block, layer after layer.
         """
-        raise Unsupported("this worker's KV blocks cannot be copied")
+        raise Unsupported("this worker has no KV blocks")
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copies into KV blocks what `read_blocks` of a worker of equal layout gave. Between two steps."""
-        raise Unsupported("this worker's KV blocks cannot be copied")
+        raise Unsupported("this worker has no KV blocks")
+
+    def divided(self, tier: ColdTier) -> ColdTier:
+        """A cold tier as it is used with this worker: of several ranks, each keeps and fetches its own part."""
+        return tier
 
     def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
         """Names who is told, once and from any thread, when the worker is lost; at once where it is lost already.

@@ -27,7 +27,7 @@ from specdec.config import ReplicaSettings, parse_settings
 from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
 from specdec.service.lifecycle import end_process, run_to_exit_code
-from specdec.service.replica_main import on_its_own_thread, serve_replica
+from specdec.service.replica_main import on_its_own_thread, open_kv_tier, serve_replica
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -121,7 +121,11 @@ class _Rank:
         lifeline = None
         try:
             seat, store, lifeline = self._connect(_leave)
-            follow(*self._load_rank(seat, store, lifeline))
+            ranks, worker = self._load_rank(seat, store, lifeline)
+            logging.getLogger("specdec.state").setLevel(logging.ERROR)  # the first rank warns for all
+            tier = open_kv_tier(self._settings, worker.shape)
+            with contextlib.nullcontext() if tier is None else contextlib.closing(tier):
+                follow(ranks, worker, tier)
         except Exception as error:  # whatever it is, this rank is of no more use to the others
             _log.exception("rank %d fails", self._rank)
             if lifeline is not None:

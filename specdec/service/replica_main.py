@@ -163,7 +163,7 @@ def _load_engine(
     from specdec.engine.loop.replica import ReplicaOptions
 
     worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
-    tier = _open_kv_tier(settings, worker.shape)
+    tier = open_kv_tier(settings, worker.shape)
     if tier is not None:
         ending.push_async_callback(asyncio.to_thread, tier.close)
         metrics.watch_kv_tier(tier)
@@ -179,18 +179,15 @@ def _load_engine(
     return kind.build_engine(worker, options, settings, metrics)
 
 
-def _open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
-    """The cold tier of this worker's KV, where one is asked for and the worker's blocks can be copied."""
-    if not settings.kv_tier_url:
+def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
+    """The cold tier of a worker's KV, or of a rank's part of it, where one is asked for."""
+    layout = shape.kv_layout
+    if not settings.kv_tier_url or layout is None:
         return None
-    if shape.kv_layout is None:
-        _log.warning("serving without the KV tier: this worker's blocks cannot be copied")
-        return None
-    from specdec.engine.loop.cold_tier import run_blocks
+    from specdec.engine.cold_tier import run_blocks
     from specdec.state.kv_tier import KvTier
     from specdec.state.kv_values import KvSpace
 
-    layout = shape.kv_layout
     space = KvSpace(
         model_fingerprint=shape.model_fingerprint,
         dtype=layout.dtype,

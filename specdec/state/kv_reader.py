@@ -39,7 +39,7 @@ Tell = Callable[[Payload | None], None]
 
 
 class KvFetch:
-    """Implements `engine.loop.cold_tier.Fetch`."""
+    """Implements `engine.cold_tier.Fetch`."""
 
     def __init__(self, reader: KvReader, names: Sequence[bytes], replay_s: Sequence[float], tell: Tell) -> None:
         self.names = names
@@ -50,13 +50,17 @@ class KvFetch:
         self._reader = reader
         self._room = threading.Semaphore(MAX_AHEAD)
 
+    def copy_parts(self, _run: int, _first_row: int, _block_ids: Sequence[int]) -> None:
+        """See `engine.cold_tier.Fetch`; a tier knows of one rank."""
+        return
+
     def note_copied(self, num_bytes: int, seconds: float) -> None:
-        """See `engine.loop.cold_tier.Fetch`."""
+        """See `engine.cold_tier.Fetch`."""
         self._reader.note_copied(num_bytes, seconds)
         self._room.release()
 
     def stop(self, *, is_late: bool = False) -> None:
-        """See `engine.loop.cold_tier.Fetch`."""
+        """See `engine.cold_tier.Fetch`."""
         self.is_over = True
         self._room.release()
         if is_late:
@@ -93,7 +97,7 @@ class KvReader:
         self._thread.start()
 
     def fetch(self, names: Sequence[bytes], replay_s: Sequence[float], tell: Tell) -> KvFetch | None:
-        """See `engine.loop.cold_tier.ColdTier.fetch`. From any thread; never waits."""
+        """See `engine.cold_tier.ColdTier.fetch`. From any thread; never waits."""
         self._tally.replay_s_per_run = replay_s[-1] / len(replay_s)
         if not self._link.is_up:
             self._tally.choices["unavailable"] += 1

@@ -24,7 +24,7 @@ CLOSE_S = 2.0
 
 
 class KvTier:
-    """Implements `engine.loop.cold_tier.ColdTier`. Call it from any thread; close it when done."""
+    """Implements `engine.cold_tier.ColdTier`. Call it from any thread; close it when done."""
 
     def __init__(self, url: str, space: KvSpace) -> None:
         """Starts the threads, which connect by themselves.
@@ -49,7 +49,7 @@ class KvTier:
         """Whether Redis answered last."""
         return self._link.is_up
 
-    def offer(self, name: bytes, read: Read) -> None:
+    def offer(self, name: bytes, _block_ids: Sequence[int], read: Read) -> None:
         """See `ColdTier.offer`."""
         self._writer.offer(name, read)
 

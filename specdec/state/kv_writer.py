@@ -49,7 +49,7 @@ class KvWriter:
         self._thread.start()
 
     def offer(self, name: bytes, read: Read) -> None:
-        """See `engine.loop.cold_tier.ColdTier.offer`. From any thread; never waits."""
+        """Keeps a run, some time, if it is not there yet (`ColdTier.offer`). From any thread; never waits."""
         if self._is_known(name):
             return
         if not self._link.is_up:

@@ -282,10 +282,10 @@ async def test_an_offer_is_dropped_where_the_queue_is_full_and_never_waits(serve
         assert go_on.wait(30.0)
         return payload
 
-    tier.offer(b"first", read)
+    tier.offer(b"first", (), read)
     assert await asyncio.to_thread(begun.wait, 30.0)
     for number in range(kv_writer.MAX_OFFERS + 7):
-        tier.offer(b"%d" % number, read)
+        tier.offer(b"%d" % number, (), read)
     assert tier.tally.dropped["queue_full"] == 7
     go_on.set()
     num_written = 1 + kv_writer.MAX_OFFERS

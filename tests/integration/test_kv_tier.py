@@ -107,8 +107,9 @@ def metric(address: str, name: str, label: str = "") -> float:
     return float(found.group(1))
 
 
+@pytest.mark.parametrize("divided", [(), pytest.param(("--tensor-parallel", "2"), marks=pytest.mark.full)])
 async def test_a_session_returns_on_a_cold_replica_with_the_kv_that_another_one_computed(
-    model: Path, tier: RedisServer
+    divided: tuple[str, ...], model: Path, tier: RedisServer
 ) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = oracle.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -116,7 +117,7 @@ async def test_a_session_returns_on_a_cold_replica_with_the_kv_that_another_one_
     async with AsyncExitStack() as services:
         # Starting takes longest; both at once.
         (first, its_metrics), (second, metrics) = await asyncio.gather(
-            *(services.enter_async_context(target(model, "--kv-tier-url", tier.url)) for _ in range(2))
+            *(services.enter_async_context(target(model, "--kv-tier-url", tier.url, *divided)) for _ in range(2))
         )
         assert await greedy(first, PROMPT, 12) == (expected, 0)
         await asyncio.to_thread(

@@ -29,6 +29,8 @@ from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from specdec.engine.parallel.lifeline import Lifeline
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 from specdec.errors import SpecdecError
+from specdec.state.kv_tier import KvTier
+from tests.support.tier_rig import space_of
 
 _HOST = "127.0.0.1"
 _TOLD = ("parameter_share", "kv_share", "share_read")
@@ -66,13 +68,16 @@ class RankRig:
             child.communicate()
         dist.destroy_process_group()
 
-    def load(self, directory: Path | str, **fields: Any) -> Worker:
-        """This rank's worker, which the others follow until the next one. Raises what `load_rank` does."""
+    def load(self, directory: Path | str, *, kv_tier_url: str = "", **fields: Any) -> Worker:
+        """This rank's worker, which the others follow until the next one. Raises what `load_rank` does.
+
+        `kv_tier_url`: where the others keep their parts of the KV; this one's is the caller's to keep.
+        """
         self._close_worker()
         wanted = {"model": str(directory), "device": "cpu", "dtype": "float32", **fields}
         for child in self._children:
             assert child.stdin is not None
-            print(json.dumps(wanted), file=child.stdin, flush=True)
+            print(json.dumps(wanted | {"kv_tier_url": kv_tier_url}), file=child.stdin, flush=True)
         outcome: Worker | SpecdecError
         try:
             outcome, own = _load(self.ranks, wanted)
@@ -121,14 +126,19 @@ def _follow_all(rank: int, num_ranks: int, port: int) -> None:
     seat = Seat(rank, num_ranks, _HOST, port)
     ranks = RankGroup(seat, open_store(seat), torch.device("cpu"))
     for line in sys.stdin:
+        wanted = json.loads(line)
+        tier_url = wanted.pop("kv_tier_url")
         try:
-            worker, told = _load(ranks, json.loads(line))
+            worker, told = _load(ranks, wanted)
         except SpecdecError as error:
             print(json.dumps({"error": error.message}), flush=True)
             continue
         # Before it follows: the first rank checks itself against the others before it looks here.
         print(json.dumps(told), flush=True)
-        follow(ranks, worker)
+        tier = KvTier(tier_url, space_of(worker)) if tier_url else None
+        follow(ranks, worker, tier)
+        if tier is not None:
+            tier.close()
 
 
 if __name__ == "__main__":

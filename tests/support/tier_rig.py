@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specdec.core.chain import ChainHasher
-from specdec.engine.loop.cold_tier import run_blocks
+from specdec.engine.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace

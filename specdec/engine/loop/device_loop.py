@@ -35,9 +35,9 @@ from typing import Any
 import torch
 
 from specdec.engine.base import StepObserver, Worker, WorkerLost
+from specdec.engine.cold_tier import ColdTier
 from specdec.engine.loop.ahead import Ahead, Branch
 from specdec.engine.loop.background import Background
-from specdec.engine.loop.cold_tier import ColdTier
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
 from specdec.engine.loop.inbox import Inbox
@@ -105,6 +105,7 @@ class EngineLoop:
         self._publish = self._sessions.publish
         self._restores: Restores | None = None
         if tier is not None:
+            tier = worker.divided(tier)
             self._publish = Offers(tier, worker, self._sessions).publish
             self._restores = Restores(
                 tier, worker, self._calls, scheduler=self._scheduler, inbox=self._inbox, clock=clock

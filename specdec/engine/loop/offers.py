@@ -14,7 +14,7 @@ from collections.abc import Sequence as Many
 from functools import partial
 
 from specdec.engine.base import Worker
-from specdec.engine.loop.cold_tier import ColdTier, Payload
+from specdec.engine.cold_tier import ColdTier, Payload
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
 
@@ -34,7 +34,8 @@ class Offers:
         self._sessions.publish(sequence, committed_len)
         for run in range(num_before, sequence.num_published // num_blocks):
             names = sequence.block_names(run * num_blocks, (run + 1) * num_blocks)
-            self._tier.offer(names[-1], partial(self._read, names))
+            block_ids = sequence.block_table[run * num_blocks : (run + 1) * num_blocks]
+            self._tier.offer(names[-1], block_ids, partial(self._read, names))
 
     def _read(self, names: Many[bytes]) -> Payload | None:
         """The blocks that are published under these names; None where one is not, or not any more. From any thread."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from specdec.engine.base import Worker
-from specdec.engine.loop.cold_tier import ColdTier, Fetch, Payload
+from specdec.engine.cold_tier import ColdTier, Fetch, Payload
 from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job
@@ -38,8 +38,10 @@ class _Restore:
     """One held call and what it waits for."""
 
     job: Job
+    first_run: int
+    """Number of the run that was asked for first, counted from the session's start."""
     next_run: int
-    """Number of the run that arrives next, counted from the session's start."""
+    """Of the one that arrives next."""
     fetch: Fetch | None = None
     end_s: float = float("inf")
     """On the loop's clock: when it goes on without the rest."""
@@ -89,7 +91,7 @@ class Restores:
         ends = range(runs.start + 1, runs.stop + 1)
         names = [job.sequence.block_names(end * num_blocks - 1, end * num_blocks)[0] for end in ends]
         replay_s = [self._scheduler.predict_replay_s(end * run_tokens - kv_len, kv_len) for end in ends]
-        restore = _Restore(job, runs.start)
+        restore = _Restore(job, runs.start, runs.start)
         fetch = self._tier.fetch(names, replay_s, partial(self._post, restore))
         if fetch is None:
             return
@@ -109,19 +111,21 @@ class Restores:
             return
         began_s = time.monotonic()
         try:
-            self._copy_in(restore, payload)
+            self._copy_in(restore, restore.fetch, payload)
         except Exception:
             _log.exception("KV from the cold tier could not be copied in")
             self._end(restore)
             return
         restore.fetch.note_copied(payload.nbytes, time.monotonic() - began_s)
 
-    def _copy_in(self, restore: _Restore, payload: Payload) -> None:
+    def _copy_in(self, restore: _Restore, fetch: Fetch, payload: Payload) -> None:
         num_blocks, sequence = self._tier.run_blocks, restore.job.sequence
         first, end = restore.next_run * num_blocks, (restore.next_run + 1) * num_blocks
         # A block that the session holds a part of is its own: it is written whole. Full ones stay as they are.
         begin = max(first, sequence.kv_len // BLOCK_TOKENS)
-        self._worker.write_blocks(sequence.block_table[begin:end], payload[begin - first :])
+        block_ids = sequence.block_table[begin:end]
+        fetch.copy_parts(restore.next_run - restore.first_run, begin - first, block_ids)
+        self._worker.write_blocks(block_ids, payload[begin - first :])
         sequence.kv_len = end * BLOCK_TOKENS
         restore.next_run += 1
         self._calls.sessions.publish(sequence, restore.job.call.position.committed_len)

@@ -100,7 +100,7 @@ def model_shape(
     num_blocks: int,
     context: int,
     device: torch.device,
-    kv_layout: KvLayout | None,
+    kv_layout: KvLayout,
     *,
     num_head_rows: int,
     is_int8: bool,

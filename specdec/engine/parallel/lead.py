@@ -8,16 +8,20 @@ others in the middle of it: the group is lost, never a single step. Not here: wh
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specdec.engine.base import StepPlan, Worker, WorkerLost
+from specdec.engine.cold_tier import ColdTier
 from specdec.engine.parallel.group import RankGroup
+from specdec.engine.parallel.lead_tier import LeadTier
 from specdec.engine.parallel.lifeline import Lifeline
-from specdec.engine.parallel.messages import END, NOTHING, pack_plan
+from specdec.engine.parallel.messages import END, NOTHING, PartState, Words, pack_plan
 from specdec.errors import SpecdecError
 
 #: Between two messages that say nothing; well below the time after which a group gives a silent rank up.
@@ -57,6 +61,18 @@ class LeadWorker(Worker):
             except Exception as error:
                 raise self._lose(error) from error
 
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """This rank's part of KV blocks; see `engine.base.Worker.read_blocks`."""
+        return self._own.read_blocks(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """This rank's part of KV blocks; see `engine.base.Worker.write_blocks`."""
+        self._own.write_blocks(block_ids, rows)
+
+    def divided(self, tier: ColdTier) -> ColdTier:
+        """See `engine.base.Worker.divided`."""
+        return LeadTier(tier, self._tell, self._ask)
+
     def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
         """See `engine.base.Worker.watch`."""
         with self._guard:
@@ -73,6 +89,30 @@ class LeadWorker(Worker):
             self._lifeline.close()
             if self._lost is None:
                 self._say(END)
+
+    def _tell(self, message: Words) -> None:
+        """Gives the other ranks a message; once the group is lost, nobody: that is found out otherwise."""
+        with self._sending, contextlib.suppress(WorkerLost):
+            self._send(message)
+
+    def _ask(self, message: Words) -> int:
+        """The least of the other ranks' answers. Raises WorkerLost."""
+        with self._sending:
+            self._send(message)
+            try:
+                return self._ranks.smallest(PartState.THERE)
+            except RuntimeError as error:
+                raise self._lose(error) from error
+
+    def _send(self, message: Words) -> None:
+        if self._ended.is_set():
+            raise WorkerLost("the ranks have been told to end")
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._ranks.send(message)
+        except RuntimeError as error:
+            raise self._lose(error) from error
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(KEEP_ALIVE_S):

@@ -1,4 +1,4 @@
-"""What the first rank of a group tells the others: a step's plan, nothing at all, or that this is the end.
+"""What the first rank of a group tells the others: a step's plan, about KV in the cold tier, nothing, or the end.
 
 Numbers, not pickles: a message is int32 words, its kind first, so that whoever adds a kind adds a number here. Not
 here: how it travels (`engine.parallel.group`). Called by `engine.parallel.lead` and `engine.parallel.follow`.
@@ -6,15 +6,21 @@ here: how it travels (`engine.parallel.group`). Called by `engine.parallel.lead`
     [STEP, copies, slices, (from, to)..., (start, logit rows, tokens, blocks, token ids..., block ids...)...]
     [NOTHING]
     [END]
+    [KEEP, block ids..., name of the run]   [FETCH, fetch, names of runs...]   [HAVE, fetch, run]   [DROP, fetch]
+    [COPY, fetch, run, first row, block ids...]
+
+A name is 16 bytes. HAVE is answered (`PartState`); a run of a fetch is counted from 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.chain import HASH_BYTES
 from specdec.engine.base import SequenceSlice, StepPlan
 
 Words = NDArray[np.int32]
@@ -23,8 +29,20 @@ STEP = 1
 #: So that nobody waits for a plan longer than a group's timeout.
 NOTHING = 2
 END = 3
+#: Of the cold tier; what they do is in `rank_tier`.
+KEEP, FETCH, HAVE, COPY, DROP = range(4, 9)
 
 _SLICE_WORDS = 4
+NAME_WORDS = HASH_BYTES // np.dtype(np.int32).itemsize
+
+
+class PartState(IntEnum):
+    """Of a rank's part of a run that is being fetched; the least of all ranks' is that of the run."""
+
+    GONE = 0
+    """It will not come."""
+    COMING = 1
+    THERE = 2
 
 
 def pack_plan(plan: StepPlan) -> Words:
@@ -59,3 +77,15 @@ def _slices(words: list[int], place: int, count: int) -> Iterator[SequenceSlice]
             block_table=tuple(words[blocks_from:place]),
             num_logit_rows=num_logit_rows,
         )
+
+
+def pack_words(kind: int, *numbers: int, names: Sequence[bytes] = ()) -> Words:
+    """A message that is no plan: its kind, numbers, then names."""
+    head = np.array([kind, *numbers], dtype=np.int32)
+    return np.concatenate((head, np.frombuffer(b"".join(names), dtype=np.int32)))
+
+
+def names_in(words: Words) -> list[bytes]:
+    """The names that words hold."""
+    packed = words.tobytes()
+    return [packed[first : first + HASH_BYTES] for first in range(0, len(packed), HASH_BYTES)]

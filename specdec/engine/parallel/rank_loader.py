@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.checkpoint import locate_checkpoint
-from specdec.engine.base import ModelShape, Worker
+from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.checkpoint_model import (
     load_config,
@@ -128,8 +128,13 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         _require_part(shards, whole, layers, ranks, time.monotonic() - began_s)
         num_blocks = _agree_on_blocks(wanted, shapes, shards.model.dtype, context, ranks)
+        layout = KvLayout(
+            str(shards.model.dtype).removeprefix("torch."),
+            tuple(block_bytes([shape], shards.model.dtype) for shape in shapes),
+            rank=f"tp{ranks.num_ranks}.{ranks.rank}",
+        )
         shape = model_shape(
-            shards.model, directory, token_to_id, num_blocks, context, ranks.device, None,
+            shards.model, directory, token_to_id, num_blocks, context, ranks.device, layout,
             num_head_rows=shards.num_head_rows, is_int8=False,
         )  # fmt: skip
         if wanted.self_check and ranks.is_first:

@@ -1,8 +1,9 @@
 """The cold tier as an engine sees it: runs of KV blocks kept beyond this replica, where others find them.
 
 A run is a fixed number of consecutive full blocks, counted from the session's start, named by the published hash of its
-last block. Not here: where runs are kept and whether fetching them is worth it (`specdec.state.kv_tier`), when the
-engine offers them (`offers`) and takes them (`restores`).
+last block. Where a model is divided, each rank has a tier of its own for its part of every run. Not here: where runs
+are kept and whether fetching them is worth it (`specdec.state.kv_tier`), when the engine offers them (`loop.offers`)
+and takes them (`loop.restores`), and how ranks do so together (`parallel.lead_tier`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ class Fetch(Protocol):
     patience_s: float
     """For how long to wait for all of them before prefill is the better choice."""
 
+    def copy_parts(self, run: int, first_row: int, block_ids: Sequence[int]) -> None:
+        """Other ranks copy their parts of a run into the same blocks; where there are none, nothing happens.
+
+        Args:
+            run: 0 for the first that was asked for.
+            first_row: of the run's blocks, the first that is copied.
+            block_ids: where it and those after it go.
+        """
+        ...
+
     def note_copied(self, num_bytes: int, seconds: float) -> None:
         """One more run is in KV blocks; copying it in took so long. Few are fetched ahead of that."""
         ...
@@ -53,10 +64,13 @@ class ColdTier(Protocol):
     run_blocks: int
     """Blocks of a run."""
 
-    def offer(self, name: bytes, read: Callable[[], Payload | None]) -> None:
+    def offer(self, name: bytes, block_ids: Sequence[int], read: Callable[[], Payload | None]) -> None:
         """Keeps a run if it is not there yet and there is time for it, or drops it.
 
-        `read` is called from a thread of the tier's; None: the run is not to be had any more.
+        Args:
+            name: of the run.
+            block_ids: where it is, for other ranks' parts of it.
+            read: called from a thread of the tier's; None: the run is not to be had any more.
         """
         ...
 

@@ -1,0 +1,120 @@
+"""A rank's part of the KV that the first rank keeps in the cold tier and fetches from it: in a tier of its own.
+
+The first rank decides what is kept, what is fetched and when it is copied in; this rank does the same with its own part
+of the blocks, at the same place among the steps. Blocks are copied out while later steps run: what was read is void
+where one of those wrote to a block of it, which the plans tell. Not here: who asks (`lead_tier`), the tier itself
+(`specdec.state.kv_tier`). The methods are called by the thread that follows, through `follow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.base import StepPlan, Worker
+from specdec.engine.cold_tier import ColdTier, Fetch, Payload
+from specdec.engine.parallel.messages import COPY, DROP, FETCH, HAVE, KEEP, NAME_WORDS, PartState, Words, names_in
+from specdec.types import BLOCK_TOKENS
+
+#: Whether to fetch has been decided: computing is believed to take this long a run.
+_REPLAY_S = 1e6
+
+
+class RankTier:
+    """Of one rank that follows. Without a tier it keeps and has nothing."""
+
+    def __init__(self, tier: ColdTier | None, worker: Worker) -> None:
+        self._tier = tier
+        self._worker = worker
+        self._num_writes = np.zeros(worker.shape.num_kv_blocks, dtype=np.int64)  # of each block
+        self._fetched: dict[int, _Fetched] = {}
+
+    def note(self, plan: StepPlan) -> None:
+        """A step is about to run."""
+        if self._tier is None:
+            return
+        written = [to for _, to in plan.block_copies]
+        for part in plan.slices:
+            end = part.start + len(part.token_ids)
+            written += part.block_table[part.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
+        self._num_writes[written] += 1  # a block that is written twice in a step counts once
+
+    def hear(self, message: Words, answer: Callable[[int], object]) -> bool:
+        """Does what a message says, if it is of the tier.
+
+        Args:
+            message: of the first rank.
+            answer: tells the first rank a number, if it has asked for one.
+        """
+        kind, *numbers = message[: -NAME_WORDS if message[0] == KEEP else None].tolist()
+        if kind == KEEP:
+            self._keep(names_in(message[-NAME_WORDS:])[0], numbers)
+        elif kind == FETCH:
+            self._fetch(numbers[0], names_in(message[2:]))
+        elif kind == HAVE:
+            fetched = self._fetched.get(numbers[0])
+            answer(PartState.GONE if fetched is None else fetched.state(numbers[1]))
+        elif kind == COPY:
+            number, run, first_row, *block_ids = numbers
+            self._num_writes[block_ids] += 1
+            self._worker.write_blocks(block_ids, self._fetched[number].take(run)[first_row:])
+        elif kind == DROP:
+            if (fetched := self._fetched.pop(numbers[0], None)) is not None:
+                fetched.stop()
+        else:
+            return False
+        return True
+
+    def _keep(self, name: bytes, block_ids: Sequence[int]) -> None:
+        if self._tier is not None:
+            self._tier.offer(name, block_ids, partial(self._read, block_ids, self._num_writes[block_ids]))
+
+    def _read(self, block_ids: Sequence[int], num_writes: NDArray[np.int64]) -> Payload | None:
+        """The blocks, if nothing was written there since. From a thread of the tier's."""
+        rows = self._worker.read_blocks(block_ids)
+        return rows if np.array_equal(self._num_writes[block_ids], num_writes) else None
+
+    def _fetch(self, number: int, names: Sequence[bytes]) -> None:
+        if self._tier is None:
+            return
+        fetched = _Fetched()
+        replay_s = [_REPLAY_S * count for count in range(1, len(names) + 1)]
+        fetched.fetch = self._tier.fetch(names, replay_s, fetched.take_in)
+        if fetched.fetch is not None:
+            self._fetched[number] = fetched
+
+
+class _Fetched:
+    """What has come of one fetch. Runs come in order, from a thread of the tier's."""
+
+    def __init__(self) -> None:
+        self.fetch: Fetch | None = None
+        self._runs: list[Payload | None] = []
+        self._is_over = False
+
+    def take_in(self, payload: Payload | None) -> None:
+        if payload is None:
+            self._is_over = True
+        else:
+            self._runs.append(payload)
+
+    def state(self, run: int) -> PartState:
+        is_over = self._is_over  # looked at first: the last run comes before the end does
+        if run < len(self._runs):
+            return PartState.THERE
+        return PartState.GONE if is_over else PartState.COMING
+
+    def take(self, run: int) -> Payload:
+        """A run that is there; it is kept no longer."""
+        payload, self._runs[run] = self._runs[run], None
+        assert payload is not None  # the first rank has asked, and takes each run once
+        assert self.fetch is not None
+        self.fetch.note_copied(payload.nbytes, 0.0)
+        return payload
+
+    def stop(self) -> None:
+        if self.fetch is not None:
+            self.fetch.stop()
