@@ -23,9 +23,9 @@ async def add_drafts(rig: Rig, **good_after: int | None) -> dict[str, Service]:
         knowing, guessing = rig.target.worker.logits_after, service.worker.logits_after
 
         def logits_after(
-            tokens: Any, token_id: int | None = token_id, knowing: Any = knowing, guessing: Any = guessing
+            tokens: Any, *model: Any, token_id: int | None = token_id, knowing: Any = knowing, guessing: Any = guessing
         ) -> np.ndarray:
-            return knowing(tokens) if int(tokens[0]) == token_id else guessing(tokens)
+            return (knowing if int(tokens[0]) == token_id else guessing)(tokens, *model)
 
         service.worker.logits_after = logits_after  # type: ignore[method-assign]
         rig.services.append(service)
@@ -141,8 +141,8 @@ async def test_a_promoted_pool_drafts_for_its_share_of_the_sessions_through_ever
         assert 0 < len(promoted) < 40
         others = [session_id for session_id in sessions if session_id not in promoted]
         for coordinator in (first, second):
-            assert (await ask(coordinator, session_id=promoted.pop()))[1] == {"b"}
-            assert (await ask(coordinator, session_id=others.pop()))[1] == {"a"}
+            assert (await ask(coordinator, session_id=promoted.pop(), gamma=3))[1] == {"b"}
+            assert (await ask(coordinator, session_id=others.pop(), gamma=3))[1] == {"a"}
         info = await second.stub.GetInfo(pb.GetInfoRequest())
         assert info.promotion == told
 
