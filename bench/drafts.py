@@ -3,8 +3,9 @@
 A request of the kind that edits or quotes: its prompt holds a file's beginning, what the target made of it, and the
 beginning again, as an edited copy would. The target is `deep(18, 0.02)`, greedy, one stream; ours finds its drafts in
 the text (`suffix`), the peer is Hugging Face's prompt lookup on the same prompts. Every prompt is new to every system:
-what `suffix` finds is in the prompt, or was said in answer to other ones. Rows 36 and 37 are in `draft_routes`. Not
-here: draft models (`latency`).
+what `suffix` finds is in the prompt, or was said in answer to other ones. Early exit: `local_drafts`; drafts with
+another tokenizer: `other_tokenizers`; rows 36 and 37: `draft_routes`. Not here: draft models of the target's own
+(`latency`).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import draft_routes
+from bench import draft_routes, local_drafts, other_tokenizers
 from bench.models import DEMO, deep
 from bench.pairs import interleave, median_ratio
 from bench.peers import PeerProcess, PeerRun
@@ -28,6 +29,7 @@ SUITE = "drafts"
 CASE = "deep(18, 0.02), text that repeats"
 SUFFIX, NGRAM, TARGET_ONLY, LOOKUP = "suffix", "ngram", "target_only", "hf_prompt_lookup"
 NUM_QUICK_PROMPTS = 3
+KINDS = ["text", "early_exit", "other_tokenizers", "routes"]
 #: As Transformers' documentation sets it.
 LOOKUP_TOKENS = 10
 
@@ -35,38 +37,53 @@ Runs = dict[str, list[SystemRun] | list[PeerRun]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing beyond what every suite takes."""
+    """Adds the choice of drafts."""
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="only these kinds of drafts")
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
-        starts = prompt_token_ids(target_dir)
-        starts = starts[: NUM_QUICK_PROMPTS + 2] if arguments.quick else starts
-        with (
-            RunningSystem(target_dir, None, lookup=(SUFFIX,)) as suffix,
-            RunningSystem(target_dir, None, lookup=(NGRAM,)) as ngram,
-            RunningSystem(target_dir, None) as alone,
-            PeerProcess(target_dir, None, NUM_THREADS) as peer,
-        ):
-            options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0}
-            systems: dict[str, Callable] = {
-                SUFFIX: partial(suffix.run, **options),
-                NGRAM: partial(ngram.run, **options),
-                TARGET_ONLY: partial(alone.run, mode="off", **options),
-                LOOKUP: lambda prompt: peer.run("prompt_lookup", prompt, NUM_NEW_TOKENS, LOOKUP_TOKENS),
-            }
-            with progress("text that repeats", len(starts) * (1 + len(systems))) as advance:
-                prompts = []
-                for start in starts:
-                    # Made by the peer, so that none of ours has it in its cache or its history.
-                    answer = peer.run("plain", start, NUM_NEW_TOKENS, LOOKUP_TOKENS).token_ids
-                    prompts.append([*start, *answer, *start[1:]])
-                    advance()
-                interleave(prompts[:2], systems, advance)
-                runs = interleave(prompts[2:], systems, advance)
-    return [*_rows(runs, arguments.quick), *draft_routes.run(arguments, SUITE)]
+        rows = []
+        if "text" in arguments.kinds:
+            rows += _measure_text(target_dir, arguments.quick)
+        if "early_exit" in arguments.kinds:
+            rows += local_drafts.measure(Path(folder), target_dir, arguments.quick)
+        if "other_tokenizers" in arguments.kinds:
+            rows += other_tokenizers.rows(SUITE, arguments.quick)
+        if "routes" in arguments.kinds:
+            rows += draft_routes.run(arguments, SUITE)
+        return rows
+
+
+def _measure_text(target_dir: Path, quick: bool) -> list[Row]:
+    """Rows 30 and 31."""
+    starts = prompt_token_ids(target_dir)
+    starts = starts[: NUM_QUICK_PROMPTS + 2] if quick else starts
+    with (
+        RunningSystem(target_dir, None, lookup=(SUFFIX,)) as suffix,
+        RunningSystem(target_dir, None, lookup=(NGRAM,)) as ngram,
+        RunningSystem(target_dir, None) as alone,
+        PeerProcess(target_dir, None, NUM_THREADS) as peer,
+    ):
+        options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0}
+        systems: dict[str, Callable] = {
+            SUFFIX: partial(suffix.run, **options),
+            NGRAM: partial(ngram.run, **options),
+            TARGET_ONLY: partial(alone.run, mode="off", **options),
+            LOOKUP: lambda prompt: peer.run("prompt_lookup", prompt, NUM_NEW_TOKENS, LOOKUP_TOKENS),
+        }
+        with progress("text that repeats", len(starts) * (1 + len(systems))) as advance:
+            prompts = []
+            for start in starts:
+                # Made by the peer, so that none of ours has it in its cache or its history.
+                answer = peer.run("plain", start, NUM_NEW_TOKENS, LOOKUP_TOKENS).token_ids
+                prompts.append([*start, *answer, *start[1:]])
+                advance()
+            interleave(prompts[:2], systems, advance)
+            runs = interleave(prompts[2:], systems, advance)
+    return _rows(runs, quick)
 
 
 def _rows(runs: Runs, quick: bool) -> list[Row]:

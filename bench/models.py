@@ -1,5 +1,6 @@
 """Checkpoints made for measuring: `deep(N, eps)` costs what a deep model costs and says what the shallow one says.
 
+`first_layers(N)` is a model's own beginning.
 Not here: the demo pair's training (`models/demo`). Called by the suites and the tests.
 """
 
@@ -69,6 +70,16 @@ def blurred(source_dir: Path, directory: Path, eps: float, seed: int) -> Path:
             if weight.dim() > 1:
                 weight += eps * weight.std() * torch.randn(weight.shape, generator=noise)
     made.half().save_pretrained(directory)
+    copy_tokenizer(source_dir, directory)
+    return directory
+
+
+def first_layers(source_dir: Path, directory: Path, num_layers: int) -> Path:
+    """The first layers of a Llama checkpoint with its own norm and head, as a checkpoint; returns `directory`."""
+    model = LlamaForCausalLM.from_pretrained(source_dir, dtype=torch.float16)
+    model.model.layers = model.model.layers[:num_layers]
+    model.config.num_hidden_layers = num_layers
+    model.save_pretrained(directory)
     copy_tokenizer(source_dir, directory)
     return directory
 

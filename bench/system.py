@@ -73,7 +73,7 @@ class RunningSystem:
             dtype: as a service takes it.
             device: of both models.
             kv_cache_bytes: of target and draft. None is what `specdec up` gives each.
-            lookup: kinds of drafts that the coordinator finds in text.
+            lookup: kinds of drafts that need no draft replica, as `specdec up --draft` names them.
             drafts: further drafts, each as `--draft` takes it.
             flags: further ones of `specdec up`.
         """

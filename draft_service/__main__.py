@@ -5,21 +5,28 @@ Only what is a draft replica's own; the rest is `specdec.service.replica_main`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from draft_service.config import DraftSettings
 from draft_service.servicer import DraftServicer
 from specdec.engine.simulated.engines import SimulatedDraft
+from specdec.engines import DraftEngine
+from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
+from specdec.vocabulary import load_tokenizer
 
 if TYPE_CHECKING:
-    from draft_service.proposer import Proposer
     from specdec.engine.base import Worker
     from specdec.engine.loop.replica import ReplicaOptions
+    from specdec.translation.pair import TokenizerPair
+
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,12 +36,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_proposer(
     worker: Worker, options: ReplicaOptions, settings: DraftSettings, metrics: EngineMetrics
-) -> Proposer:
+) -> DraftEngine:
     from draft_service.pace import Predraft
     from draft_service.proposer import DraftOptions, Proposer
 
     drafting = DraftOptions(settings.max_support, settings.support_coverage, Predraft(settings.predraft))
+    if (pair := _pair_of(settings)) is not None:
+        from draft_service.translated_proposer import TranslatedProposer
+
+        return TranslatedProposer(worker, pair, options, drafting, observer=metrics)
     return Proposer(worker, options, drafting, observer=metrics)
+
+
+def _check(settings: DraftSettings) -> None:
+    """Raises what `make_pair` and `load_tokenizer` do."""
+    if (pair := _pair_of(settings)) is not None:
+        _log.info("drafting for the tokens of %s: %s are its too", settings.for_tokenizer, pair.told)
+
+
+def _pair_of(settings: DraftSettings) -> TokenizerPair | None:
+    """Both tokenizers, where the target has another one."""
+    return _load_pair(settings.model, settings.for_tokenizer) if settings.for_tokenizer else None
+
+
+@lru_cache(maxsize=1)
+def _load_pair(model: str, target: str) -> TokenizerPair | None:
+    from specdec.translation.pair import make_pair
+
+    try:
+        own, theirs = (model, load_tokenizer(model)), (target, load_tokenizer(target))
+        return None if own[1].get_vocab() == theirs[1].get_vocab() else make_pair(own, theirs)
+    except SpecdecError as error:
+        raise type(error)(f"--for-tokenizer: {error.message}", field=error.field) from error
 
 
 KIND = ReplicaKind(
@@ -46,6 +79,7 @@ KIND = ReplicaKind(
     simulated_engine=SimulatedDraft,
     build_engine=_build_proposer,
     build_servicer=DraftServicer,
+    check=_check,
 )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from specdec.config import Address, ReplicaSettings
 from specdec.core.sparse import MAX_SUPPORT
+from specdec.engines import SIMULATED_PREFIX
 
 
 class DraftSettings(ReplicaSettings):
@@ -22,6 +23,10 @@ class DraftSettings(ReplicaSettings):
     max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
     """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
 
+    for_tokenizer: str = ""
+    """The target, or its tokenizer's files, where that has another tokenizer than --model: drafts are then made in its
+    tokens, and this replica serves its vocabulary. Unset: the target has the model's own."""
+
     prefill_budget_ms: float = Field(default=10.0, gt=0.0)
     """By how much prompts may lengthen a forward pass that other sessions are in or may have to wait for, as predicted
     from measured times; a block of 16 tokens always runs. A draft takes several passes, each that much longer."""
@@ -32,3 +37,11 @@ class DraftSettings(ReplicaSettings):
 
     support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)
     """Share of the draft's distribution that a support covers before it is cut."""
+
+    @model_validator(mode="after")
+    def _refuse_what_needs_own_tokens(self) -> Self:
+        if self.for_tokenizer and self.predraft != "off":
+            raise ValueError("--for-tokenizer does not go with --predraft, which grows branches in the model's tokens")
+        if self.for_tokenizer and self.model.startswith(SIMULATED_PREFIX):
+            raise ValueError("--for-tokenizer: simulated models have no tokenizer")
+        return self

@@ -101,11 +101,10 @@ class Proposer(ReplicaEngine):
         """
         asked = request.position
         check_round(asked, self._shape.vocabulary_size)
-        if not 1 <= request.gamma <= self._options.max_gamma:
-            raise InvalidRequest(f"gamma is {request.gamma}, it must be in 1..{self._options.max_gamma}", field="gamma")
+        require_gamma(request.gamma, self._options.max_gamma)
         gamma = min(request.gamma, self._shape.max_context_tokens - asked.committed_len)
         if gamma <= 0:
-            return _no_draft(kv_len=self._engine_loop.kv_len(asked.session_id))
+            return no_draft(kv_len=self._engine_loop.kv_len(asked.session_id))
         call = Call(
             request=replace(request, gamma=gamma),
             digest=digest_of(request),
@@ -151,5 +150,12 @@ class Proposer(ReplicaEngine):
         await self._release_warm_up()
 
 
-def _no_draft(kv_len: int) -> Proposal:
+def require_gamma(gamma: int, max_gamma: int) -> None:
+    """Raises InvalidRequest: it asks for no token, or for more than the replica drafts."""
+    if not 1 <= gamma <= max_gamma:
+        raise InvalidRequest(f"gamma is {gamma}, it must be in 1..{max_gamma}", field="gamma")
+
+
+def no_draft(kv_len: int) -> Proposal:
+    """Not a token, and how many committed ones are known."""
     return Proposal(_NO_TOKENS, supports=(), lost_mass=(), kv_len=kv_len, num_cached_tokens=0, forward_s=0.0)

@@ -45,7 +45,7 @@ _MAX_SHOWN_CHARACTERS = 64
 #: What `--help` calls the value of a flag, by how the flag ends; else by its type.
 _VALUE_NAMES = {
     **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
-    "lookup": "KIND",
+    **dict.fromkeys(("lookup", "local-draft"), "KIND"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
     "config": "FILE",

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.checkpoint import locate_checkpoint, require_plain_weights
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
 from specdec.gguf import is_gguf
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
+from specdec.vocabulary import load_tokenizer, vocabulary_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _MASKED_NAMES = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
@@ -53,33 +56,45 @@ def require_servable(model: str, *, flag: str) -> None:
             raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
 
 
-def require_servable_pair(models: Mapping[str, str]) -> None:
-    """Looks at a target, and at a draft that is to speak the same tokens.
+def require_servable_pair(models: Mapping[str, str]) -> str:
+    """Looks at a target, and at a draft that is to speak the same tokens or to have some in common.
 
     Args:
         models: by the flags that they were given by, the target first; one alone is looked at, too.
 
+    Returns:
+        What a draft with another tokenizer has in common with its target, in words; "" for one with the same.
+
     Raises:
         InvalidRequest, Unsupported: as `require_servable`, or a tokenizer is unreadable.
-        VocabularyMismatch: the vocabularies differ; the message holds both fingerprints.
+        VocabularyMismatch: nothing is in common; the message holds both fingerprints.
     """
     for flag, model in models.items():
         require_servable(model, flag=flag)
-    seen: dict[tuple[bytes, ...], tuple[str, int]] = {}
+    seen: dict[tuple[bytes, ...], PreTrainedTokenizerFast] = {}
     described: list[tuple[str, int]] = []
     for flag, model in models.items():
         with _naming(flag):
             files = _vocabulary_files(locate_checkpoint(model, small_files_only=True))
             if files not in seen:
-                vocabulary = load_vocabulary(model)
-                seen[files] = vocabulary_fingerprint(vocabulary), len(vocabulary)
-            described.append(seen[files])
-    if len(set(described)) > 1:
+                seen[files] = load_tokenizer(model)
+            vocabulary = seen[files].get_vocab()
+            described.append((vocabulary_fingerprint(vocabulary), len(vocabulary)))
+    if len(set(described)) <= 1:
+        return ""
+    from specdec.translation.pair import make_pair  # late: it imports transformers, which takes a second
+
+    target, draft = zip(models.values(), seen.values(), strict=True)
+    try:
+        return make_pair(draft, target).told
+    except (Unsupported, VocabularyMismatch) as error:
         told = " and ".join(
             f"{flag} {model!r} has {size} tokens, fingerprint {fingerprint}"
             for (flag, model), (fingerprint, size) in zip(models.items(), described, strict=True)
         )
-        raise VocabularyMismatch(f"a draft must have its target's vocabulary: {told}")
+        raise VocabularyMismatch(
+            f"a draft must have its target's vocabulary, or tokens in common with it: {told}; {error.message}"
+        ) from error
 
 
 @contextmanager

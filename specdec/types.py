@@ -182,6 +182,15 @@ class Proposal:
     forward_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class LocalDraft:
+    """What a target is to draft with by itself (docs/protocol.md section 9)."""
+
+    pool: str
+    """Name of one of its local drafts."""
+    gamma: int
+
+
 @dataclass(slots=True)
 class ScoreRequest:
     """Committed tokens, of which another draft than theirs is to say what it would have drawn them with."""
@@ -208,6 +217,8 @@ class VerifyRequest:
     support_ids: Sequence[TokenIds]
     """Ids of S_i per draft token, ascending; empty for greedy and coupled rounds."""
     num_logprobs: int | None = None
+    local_draft: LocalDraft | None = None
+    """In place of draft tokens: the target drafts, and answers what it drafted."""
 
 
 @dataclass(slots=True)
@@ -257,6 +268,8 @@ class Verification:
     """Rounds that the replica answered for others since its last answer to this session; 0 at the first."""
     num_other_rows: int = 0
     """Positions in those."""
+    drafted: Proposal | None = None
+    """What it drafted by itself, `forward_s` being the time that took; None: nothing, also where it was asked to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,3 +299,5 @@ class EngineInfo:
     """Of the process: another one after every start, whatever its replica id; "" where nobody serves it yet."""
     num_running: int = 0
     """Sessions that call it: one is in work, or was within the last second."""
+    local_drafts: tuple[str, ...] = ()
+    """Of a target: names of what it can draft with by itself."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.engine.simulated.engines import SimulatedTarget
+from specdec.local_drafts import parse_local_drafts
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
@@ -43,6 +44,7 @@ KIND = ReplicaKind(
     num_decode_rows=lambda settings: settings.max_gamma + 1,
     simulated_engine=SimulatedTarget,
     build_engine=_build_verifier,
+    local_drafts=lambda settings: parse_local_drafts(settings.local_draft),
     build_servicer=TargetServicer,
 )
 

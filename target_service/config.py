@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from pydantic_settings import SettingsConfigDict
+from typing import Annotated, Self
 
-from specdec.config import Address, ReplicaSettings
+from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from specdec.config import Address, ReplicaSettings, split_commas
+from specdec.local_drafts import parse_local_drafts
+
+
+def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
+    parse_local_drafts(texts)
+    return texts
+
+
+LocalDrafts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked)]
 
 
 class TargetSettings(ReplicaSettings):
@@ -14,3 +26,14 @@ class TargetSettings(ReplicaSettings):
 
     listen: Address = "127.0.0.1:50071"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    local_draft: LocalDrafts = ()
+    """What this replica drafts with by itself, in the same call in which it verifies: early-exit:N (its first N layers
+    with its own norm and head) or early-exit:N:PATH (with an adapter). Each is a draft pool, called by its kind or by
+    what stands before "=", as in NAME=early-exit:3; repeatable. In native and eager steps of one process only."""
+
+    @model_validator(mode="after")
+    def _check_local_drafts(self) -> Self:
+        if self.local_draft and self.tensor_parallel > 1:
+            raise ValueError("--local-draft does not go with --tensor-parallel: ranks do not draft")
+        return self

@@ -3,44 +3,33 @@
 A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
 
 The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It never depends on q: the draft's
-supports only say through which tokens p is looked at.
+supports only say through which tokens p is looked at. Where a call brings no draft tokens but a `local_draft`, they are
+drafted first, by this replica's own worker, and answered with the rest.
 
-Not here: threads and steps (`specdec.engine.loop.device_loop`), the decision (the coordinator), protobuf (the
-servicer). Called by the target service's servicer and by tests.
+Not here: what is made of logits (`program`), threads and steps (`specdec.engine.loop.device_loop`), the decision (the
+coordinator), protobuf (the servicer). Called by the target service's servicer and by tests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specdec.core.limits import check_token_ids
-from specdec.core.random import DrawKey
+from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices, split_batches
-from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
-from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop.job import Job, RowKind, row_kind
+from specdec.engine.drafting.drawing import Drawing
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
-from specdec.engine.sessions.answer_count import AnswerCount, OtherAnswers
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
-from specdec.types import (
-    DistributionRow,
-    LogitRow,
-    SamplingFilters,
-    TokenIds,
-    Verification,
-    VerifyRequest,
-)
+from specdec.types import LocalDraft, SamplingFilters, Verification, VerifyRequest
+from target_service.program import TargetProgram
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
-_NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 
 class Verifier(ReplicaEngine):
@@ -64,22 +53,28 @@ class Verifier(ReplicaEngine):
             observer: told of every step.
             clock: what steps are timed by, in seconds.
         """
-        super().__init__(worker, _TargetProgram(), options, observer=observer, clock=clock)
+        drawing = Drawing(s_max=default_s_max(worker.shape.vocabulary_size), coverage=DEFAULT_COVERAGE)
+        super().__init__(worker, TargetProgram(drawing), options, observer=observer, clock=clock)
 
     async def verify(self, request: VerifyRequest) -> Verification:
         """Answers p at every draft position and one beyond; see `TargetEngine.verify`.
+
+        A `local_draft` that this replica does not have, or that its context has no room for, drafts nothing.
 
         Raises:
             InvalidRequest: the request can never run; nothing of it is kept.
         """
         self._check(request)
+        request = self._with_room(request)
+        local = request.local_draft
         num_draft_tokens = len(request.draft_token_ids)
         call = Call(
             request=request,
             digest=digest_of(request),
             draft_token_ids=request.draft_token_ids,
             num_logit_rows=num_draft_tokens + 1,
-            max_kv_len=request.position.committed_len + num_draft_tokens,
+            max_kv_len=request.position.committed_len + (num_draft_tokens if local is None else local.gamma),
+            local_draft="" if local is None else local.pool,
         )
         verification: Verification = await self._engine_loop.call(call)
         return verification
@@ -97,6 +92,16 @@ class Verifier(ReplicaEngine):
             await self.verify(VerifyRequest(prompt, _NO_TOKENS, ()))
         await self._release_warm_up()
 
+    def _with_room(self, request: VerifyRequest) -> VerifyRequest:
+        """The request with as much of a local draft as there can be."""
+        local = request.local_draft
+        if local is None:
+            return request
+        room = self._shape.max_context_tokens - request.position.committed_len
+        gamma = min(local.gamma, self._options.max_gamma, room)
+        can_draft = local.pool in self._shape.local_drafts and gamma > 0
+        return replace(request, local_draft=LocalDraft(local.pool, gamma) if can_draft else None)
+
     def _check(self, request: VerifyRequest) -> None:
         vocabulary_size = self._shape.vocabulary_size
         check_round(request.position, vocabulary_size)
@@ -106,6 +111,11 @@ class Verifier(ReplicaEngine):
             raise InvalidRequest(
                 f"{num_draft_tokens} draft tokens, at most {self._options.max_gamma} are verified",
                 field="draft_token_ids",
+            )
+        local = request.local_draft
+        if local is not None and (num_draft_tokens or local.gamma < 1):
+            raise InvalidRequest(
+                "local_draft takes a gamma of at least 1 and no draft tokens beside it", field="local_draft"
             )
         num_tokens = request.position.committed_len + num_draft_tokens
         if num_tokens > self._shape.max_context_tokens:
@@ -127,159 +137,3 @@ class Verifier(ReplicaEngine):
                 raise InvalidRequest("the token ids of a support must ascend", field="supports")
         if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocabulary_size:
             raise InvalidRequest(f"num_logprobs must be in 0..{vocabulary_size}", field="num_logprobs")
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The logit rows of one job, and what is said of them."""
-
-    job: Job
-    first: int
-    """Index of the job's first row in the step."""
-    choice_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
-    choice_probabilities: NDArray[np.float64] = field(default_factory=lambda: _NO_PROBABILITIES)
-    distribution_rows: tuple[DistributionRow, ...] = ()
-    logit_rows: tuple[LogitRow, ...] = ()
-
-    @property
-    def request(self) -> VerifyRequest:
-        request = self.job.call.request
-        assert isinstance(request, VerifyRequest)  # this service takes nothing else
-        return request
-
-    @property
-    def indices(self) -> range:
-        return range(self.first, self.first + self.job.num_logit_rows)
-
-    @property
-    def contexts(self) -> list[FilterContext]:
-        """One a row; the history includes the draft tokens before it."""
-        asked = self.request.position
-        token_ids = self.job.token_ids
-        return [
-            FilterContext(asked.filters, token_ids[: asked.committed_len + index], asked.output_start)
-            for index in range(self.job.num_logit_rows)
-        ]
-
-    @property
-    def support_ids(self) -> list[TokenIds]:
-        """One a row; empty at the bonus position, and everywhere in greedy and coupled rounds."""
-        supports = self.request.support_ids
-        return [*supports, *[_NO_TOKENS] * (self.job.num_logit_rows - len(supports))]
-
-    @property
-    def tail_ids(self) -> list[int]:
-        """One a row: z or the choice; -1 where absent."""
-        return [row.tail_token_id for row in self.distribution_rows] or self.choice_token_ids.tolist()
-
-
-class _TargetProgram:
-    """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
-
-    def __init__(self) -> None:
-        self._answers = AnswerCount()
-        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
-
-    def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        """Finishes every job from its `num_logit_rows` rows of `logits`."""
-        first = 0
-        all_rows: list[_Rows] = []
-        by_kind: dict[RowKind, list[_Rows]] = {}
-        with_logprobs: dict[int, list[_Rows]] = {}
-        for job in jobs:
-            rows = _Rows(job, first)
-            first += job.num_logit_rows
-            all_rows.append(rows)
-            by_kind.setdefault(row_kind(rows.request.position), []).append(rows)
-            if rows.request.num_logprobs is not None:
-                with_logprobs.setdefault(rows.request.num_logprobs, []).append(rows)
-        for kind, group in by_kind.items():
-            for batch in _batches_of(group, logits):
-                self._look[kind](batch, _logits_of(batch, logits))
-        for num_logprobs, group in with_logprobs.items():
-            for batch in _batches_of(group, logits):
-                _add_logit_rows(batch, _logits_of(batch, logits), num_logprobs)
-        for rows in all_rows:
-            others = self._answers.note(rows.job.sequence, rows.job.num_logit_rows)
-            rows.job.finish(_verification(rows, others))
-
-
-def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:
-    return split_batches(group, lambda rows: len(rows.indices), logits.num_tokens)
-
-
-def _logits_of(group: Sequence[_Rows], logits: StepLogits) -> StepLogits:
-    return logits.select([index for rows in group for index in rows.indices])
-
-
-def _contexts_of(group: Sequence[_Rows]) -> list[FilterContext]:
-    return [context for rows in group for context in rows.contexts]
-
-
-def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
-    choices = iter(greedy_choices(logits, _contexts_of(group)))
-    for rows in group:
-        rows.choice_token_ids = np.array([next(choices) for _ in rows.indices], dtype=np.uint32)
-        rows.choice_probabilities = np.ones(len(rows.indices), dtype=np.float64)
-
-
-def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
-    contexts = _contexts_of(group)
-    drawn_with = [rows.request.position for rows in group for _ in rows.indices]
-    choices, probabilities = coupled_choices(
-        filtered_distributions(logits.values, contexts),
-        [asked.seed for asked in drawn_with],
-        [asked.turn for asked in drawn_with],
-        [len(context.history) for context in contexts],
-    )
-    first = 0
-    for rows in group:
-        end = first + len(rows.indices)
-        rows.choice_token_ids = np.array(choices[first:end], dtype=np.uint32)
-        rows.choice_probabilities = np.array(probabilities[first:end], dtype=np.float64)
-        first = end
-
-
-def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
-    uniforms: list[float] = []
-    for rows in group:
-        asked = rows.request.position
-        key = DrawKey(asked.seed, asked.turn, asked.committed_len)
-        uniforms += key.tail_uniforms(len(rows.request.draft_token_ids))
-    answered = iter(
-        distribution_rows(
-            filtered_distributions(logits.values, _contexts_of(group)),
-            [support_ids for rows in group for support_ids in rows.support_ids],
-            uniforms,
-        )
-    )
-    for rows in group:
-        rows.distribution_rows = tuple(next(answered) for _ in rows.indices)
-
-
-def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: int) -> None:
-    answered = iter(
-        logit_rows(
-            logits.values,
-            [support_ids for rows in group for support_ids in rows.support_ids],
-            [tail_id for rows in group for tail_id in rows.tail_ids],
-            num_logprobs,
-        )
-    )
-    for rows in group:
-        rows.logit_rows = tuple(next(answered) for _ in rows.indices)
-
-
-def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
-    return Verification(
-        choice_token_ids=rows.choice_token_ids,
-        choice_probabilities=rows.choice_probabilities,
-        rows=rows.distribution_rows,
-        logit_rows=rows.logit_rows,
-        kv_len=rows.job.kv_len,
-        num_cached_tokens=rows.job.num_cached_tokens,
-        forward_s=rows.job.step_s,
-        step_tokens=rows.job.step_tokens,
-        num_others=others.num_rounds,
-        num_other_rows=others.num_rows,
-    )

@@ -200,13 +200,15 @@ def encode_pools(
     draft_figures: Callable[[str], DraftFigures],
     route_figures: Callable[[str], Iterable[RouteFigures]],
 ) -> list[coordinator_pb2.PoolInfo]:
-    """The live ones of the replicas, by role and pool, and the pools that need none; a draft pool with what
-    `draft_figures` and `route_figures` tell of it."""
+    """The live ones of the replicas, by role and pool, and the pools that need none, found in text or drafted by the
+    targets themselves; a draft pool with what `draft_figures` and `route_figures` tell of it."""
     pools = {(DRAFT, name): coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=name) for name in lookup_pools}
     for replica in replicas:
         engine = replica.info
         if engine is None or not replica.is_alive:
             continue
+        for name in engine.local_drafts:
+            pools.setdefault((DRAFT, name), coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=engine.model))
         pool = pools.setdefault(
             (replica.role, engine.pool),
             coordinator_pb2.PoolInfo(name=engine.pool, role=replica.role, model=engine.model),

@@ -199,6 +199,8 @@ class ReplicaPools:
         self._replicas: dict[tuple[str, str], Replica[Any]] = {}
         """By role and address, in that order."""
         self._draft_pool_names: set[str] = set()
+        self._local_pool_names: dict[str, None] = {}
+        """What targets have said they draft with by themselves, in that order."""
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Those under way."""
         self._was_ready = False
@@ -270,16 +272,21 @@ class ReplicaPools:
             return pool
         if not pool and not is_settled:
             return ""
-        if not pool and self.lookup_pools:
-            return self.lookup_pools[0]
+        if not pool and (named := (*self.lookup_pools, *self.local_pools)):
+            return named[0]
+        if pool in self._local_pool_names:
+            return pool
         if pool and pool not in self._draft_pool_names:
-            raise self._unknown(pool, "speculation.draft_pool", (*self._draft_pool_names, *self.lookup_pools))
+            raise self._unknown(pool, "speculation.draft_pool", self._all_draft_pools())
         return self.model_pool(pool)
 
     def require_model_pool(self, pool: str) -> None:
         """Raises NotFound where no draft replica of that pool has ever been seen."""
         if pool not in self._draft_pool_names:
             raise self._unknown(pool, "draft_pool", self._draft_pool_names)
+
+    def _all_draft_pools(self) -> set[str]:
+        return {*self._draft_pool_names, *self.lookup_pools, *self._local_pool_names}
 
     def _unknown(self, pool: str, field: str, known: Collection[str]) -> NotFound:
         words = f"{field} {pool[:64]!r} is not a draft pool; there are {', '.join(sorted(known)) or 'none'}"
@@ -289,8 +296,24 @@ class ReplicaPools:
         """Names of the pools with a draft replica that can be used."""
         return sorted({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
 
+    @property
+    def local_pools(self) -> tuple[str, ...]:
+        """What live targets draft with by themselves: pools that need no draft replica."""
+        live = {name for replica in self.targets() if replica.is_alive for name in _local_drafts(replica)}
+        return tuple(name for name in self._local_pool_names if name in live)
+
+    def local_pool(self, pool: str) -> str:
+        """The local drafts of a request routed to `pool`: those, or where it was routed to text the first there are;
+        "" for none."""
+        if pool in self._local_pool_names:
+            return pool
+        return next(iter(self.local_pools), "") if pool in self.lookup_pools else ""
+
     def model_pool(self, pool: str) -> str:
-        """The pool of draft replicas of a request routed to `pool`: that, or any where it has none of its own."""
+        """The pool of draft replicas of a request routed to `pool`: that, or any where text is looked into first; ""
+        where the target drafts."""
+        if pool in self._local_pool_names:
+            return ""
         if pool and pool not in self.lookup_pools:
             return pool
         live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})
@@ -375,8 +398,9 @@ class ReplicaPools:
     async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
         try:
             await replica.describe(self.vocabulary_fingerprint)
-            if replica.role == DRAFT and replica.pool in self.lookup_pools:
-                raise Unsupported(f"{replica.address} calls its pool {replica.pool}, which is the coordinator's own")
+            taken = {replica.pool} if replica.role == DRAFT else set(_local_drafts(replica))
+            if name := next(iter(taken.intersection(self.lookup_pools)), ""):
+                raise Unsupported(f"{replica.address} calls its pool {name}, which is the coordinator's own")
         except VocabularyMismatch as error:
             if key in self._static and not self._has_been_ready:
                 raise
@@ -388,3 +412,8 @@ class ReplicaPools:
         else:
             if replica.role == DRAFT:
                 self._draft_pool_names.add(replica.pool)
+            self._local_pool_names |= dict.fromkeys(_local_drafts(replica))
+
+
+def _local_drafts(replica: Replica[Any]) -> tuple[str, ...]:
+    return replica.info.local_drafts if replica.role == TARGET and replica.info else ()

@@ -25,7 +25,7 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.errors import SpecdecError
 from specdec.rpc.calls import Patience, WireCount
-from specdec.types import Proposal, ProposeRequest, SessionPosition
+from specdec.types import LocalDraft, Proposal, ProposeRequest, SessionPosition, Verification
 
 #: Most rounds that a draft which keeps failing a session sits out before it is asked again.
 MAX_ROUNDS_WITHOUT_DRAFT = 63
@@ -50,6 +50,16 @@ class DraftAnswer(NamedTuple):
     """Draft tokens asked for, 0 where no replica answered: one that hung says nothing about the others of its pool."""
     pool: str = ""
     """That gave it, or was to."""
+    local: LocalDraft | None = None
+    """What the target is asked to draft with by itself; there is no proposal yet."""
+
+    def drafted_by(self, verification: Verification, verify_s: float) -> DraftAnswer:
+        """What a round has of its draft once the target, asked to draft by itself, has answered after `verify_s`."""
+        proposal = verification.drafted
+        if self.local is None or proposal is None:
+            return self if self.local is None else self._replace(missing_cause="not_drafted")
+        wait_s = min(max(0.0, proposal.forward_s), verify_s)  # what is no number is 0 here
+        return self._replace(proposal=proposal, wait_s=wait_s, num_asked=self.local.gamma)
 
 
 class DraftCalls:

@@ -1,7 +1,7 @@
 """Every kind of draft that requests may have, and what all requests together know of each pool.
 
 The one place where a pool's name becomes a source of drafts. Not here: what a source does (`draft_source`,
-`lookup_drafts`), which pool a request is routed to (`replicas/pool`). One for a coordinator; called by
+`lookup_drafts`, `local_drafts`), which pool a request is routed to (`replicas/pool`). One for a coordinator; called by
 `generation/assembly`.
 """
 
@@ -18,8 +18,9 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.requests import DraftFigures, RouteFigures, SpeculationChoice
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_clock import DraftClock
-from coordinator.round.draft_source import DraftSource, ModelDrafts, ModelSource
+from coordinator.round.draft_source import AskedDrafts, DraftSource, ModelDrafts
 from coordinator.round.gamma import GammaChooser, PoolRecord
+from coordinator.round.local_drafts import LocalDrafts
 from coordinator.round.lookup_drafts import LookupDrafts
 from coordinator.round.request_route import RequestRoute
 from coordinator.round.routed_drafts import RoutedDrafts
@@ -107,22 +108,32 @@ class DraftKinds:
             calls: of its rounds.
             route: of the request, where its model's pool may change.
         """
-        models: ModelSource
         drafts_of = partial(self._models, wanted, setting, replicas, calls)
-        models = drafts_of(replicas.draft_pool) if route is None else RoutedDrafts(route, replicas, drafts_of)
-        lookup_pools = self._pools.lookup_pools
-        pool = lookup_pools[0] if route is not None and lookup_pools else wanted.draft_pool
-        if pool not in lookup_pools or setting.mode is Mode.OFF:
-            return models
-        fixed, most = wanted.gamma, self._pools.target_info.max_gamma
+        asked: AskedDrafts = (
+            drafts_of(replicas.draft_pool) if route is None else RoutedDrafts(route, replicas, drafts_of)
+        )
+        if setting.mode is Mode.OFF:
+            return asked
+        pool, local = wanted.draft_pool, self._pools.local_pool(wanted.draft_pool)
+        if route is not None:  # text before models, and models before what targets draft with, which nobody scores
+            pool = next(iter(self._pools.lookup_pools), "")
+            local = "" if replicas.draft_pool else next(iter(self._pools.local_pools), "")
+        if local:
+            asked = LocalDrafts(local, self._chooser(local, wanted))
+        if pool not in self._pools.lookup_pools:
+            return asked
         return LookupDrafts(
             pool,
             Lookup(LookupKind(pool), self._history),
             tokens,
-            GammaChooser(self._records[pool], fixed=fixed, max_gamma=most),
-            models if replicas.draft_pool else None,
+            self._chooser(pool, wanted),
+            asked if local or replicas.draft_pool else None,
             with_supports=not setting.answers_choices,
         )
+
+    def _chooser(self, pool: str, wanted: SpeculationChoice) -> GammaChooser:
+        """Of a pool whose drafts need no draft replica."""
+        return GammaChooser(self._records[pool], fixed=wanted.gamma, max_gamma=self._pools.target_info.max_gamma)
 
     def _models(
         self,

@@ -2,7 +2,8 @@
 
 A source chooses how many tokens are worth it, gets them, and learns from what became of them. The decision never asks
 which one it was: a draft is tokens and what they were drawn from (docs/protocol.md section 9). Not here: drafts found
-in text (`lookup_drafts`), the call to a replica (`draft_calls`), the choice of gamma (`gamma`). Called by `runner`.
+in text (`lookup_drafts`), the target's own (`local_drafts`), the call to a replica (`draft_calls`), the choice of gamma
+(`gamma`). Called by `runner`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class DraftSource(Protocol):
         ...
 
 
-class ModelSource(DraftSource, Protocol):
-    """Drafts of a model: how many are worth it can be asked."""
+class AskedDrafts(DraftSource, Protocol):
+    """Those that somebody is asked for, as many as pay: a draft replica, or the target itself."""
 
     @property
     def chooser(self) -> GammaChooser: ...

@@ -13,7 +13,7 @@ import numpy as np
 
 from coordinator.lookup.lookup import MOST_READ_AT_ONCE, Lookup
 from coordinator.round.draft_calls import DraftAnswer
-from coordinator.round.draft_source import ModelSource
+from coordinator.round.draft_source import AskedDrafts
 from coordinator.round.gamma import GammaChooser, RoundTimes
 from coordinator.round.tokens import SessionTokens
 from specdec.rpc.calls import WireCount
@@ -34,7 +34,7 @@ class LookupDrafts:
         lookup: Lookup,
         tokens: SessionTokens,
         chooser: GammaChooser,
-        otherwise: ModelSource | None,
+        otherwise: AskedDrafts | None,
         *,
         with_supports: bool,
     ) -> None:

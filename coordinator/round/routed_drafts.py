@@ -19,7 +19,7 @@ _GONE = ("no_replica", "REPLICA_UNAVAILABLE", "draft_context")
 
 
 class RoutedDrafts:
-    """Implements `coordinator.round.draft_source.ModelSource`."""
+    """Implements `coordinator.round.draft_source.AskedDrafts`."""
 
     def __init__(self, route: RequestRoute, replicas: SessionReplicas, drafts_of: Callable[[str], ModelDrafts]) -> None:
         """

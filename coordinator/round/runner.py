@@ -1,6 +1,7 @@
 """One round, from the committed tokens to the next ones: propose, verify, decide.
 
-docs/protocol.md is the specification. The draft comes from a `draft_source` and the target is asked by `target_calls`;
+docs/protocol.md is the specification. The draft comes from a `draft_source`, or with the target's own answer where it
+drafts by itself, and the target is asked by `target_calls`;
 the decided tokens go back to `generation/generation`, which has them published. The target never waits for anything
 optional: a draft that gives nothing makes the round a target-only step. Not here: what happens to the decided tokens,
 the maths (core), the wire (rpc).
@@ -43,8 +44,8 @@ class RoundOutcome(NamedTuple):
     """Committed tokens whose KV the target already held."""
     draft_pool: str
     target_only_cause: str
-    """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, no_match, or an error's
-    reason; "" where there was one."""
+    """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
+    target asked to), or an error's reason; "" where there was one."""
 
 
 class RoundRunner:
@@ -93,7 +94,10 @@ class RoundRunner:
         # A round emits one token more than it has draft tokens.
         draft = await self._drafts.propose(round_id, remaining - 1, committed_len, wire)
 
-        target = await self._target_calls.verify(round_id, draft.proposal, wire)
+        target = await self._target_calls.verify(round_id, draft.proposal, wire, draft.local)
+        if draft.local is not None:
+            draft = draft.drafted_by(target.verification, target.wait_s)
+            target = target._replace(wait_s=target.wait_s - draft.wait_s)
 
         decision = self._decide(draft.proposal, target.verification, committed_len)
 
@@ -133,7 +137,7 @@ class RoundRunner:
             RoundTimes(
                 num_draft_tokens=len(drafted.draft_token_ids),
                 num_accepted=num_accepted,
-                draft_s=draft.wait_s if draft.replica is not None else 0.0,
+                draft_s=draft.wait_s if draft.replica is not None or draft.local is not None else 0.0,
                 verify_s=target.wait_s,
                 verify_forward_s=verified.forward_s,
                 num_prefilled=committed_len - verified.num_cached_tokens,

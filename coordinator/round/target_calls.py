@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import TargetReplica
-from coordinator.round.answers import check_verification, target_fault
+from coordinator.round.answers import check_proposal, check_verification, target_fault
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.core.packed import pack_supports
 from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
 from specdec.rpc.calls import WireCount
-from specdec.types import Proposal, SessionPosition, Verification, VerifyRequest
+from specdec.types import LocalDraft, Proposal, SessionPosition, Verification, VerifyRequest
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +45,16 @@ class TargetCalls:
         self._calls = calls
         self._last_replica: TargetReplica | None = None
 
-    async def verify(self, round_id: int, proposal: Proposal, wire: WireCount) -> TargetAnswer:
+    async def verify(
+        self, round_id: int, proposal: Proposal, wire: WireCount, local: LocalDraft | None = None
+    ) -> TargetAnswer:
         """Asks the session's target replica, then others while there are any.
 
         Args:
             round_id: of the round.
             proposal: of the draft; empty in a target-only step.
             wire: counts the calls' bytes.
+            local: what a target that can is to draft with by itself, where there is no proposal.
 
         Raises: as `RoundRunner.run`.
         """
@@ -60,8 +63,9 @@ class TargetCalls:
         while True:
             replica = self._replicas.choose_target(failed)
             try:
-                verification = await self._calls.ask(replica, round_id, partial(self._send, replica, proposal, wire))
-                check_verification(verification, replica.address, vocabulary_size=self._setting.vocabulary_size)
+                send = partial(self._send, replica, proposal, wire, local)
+                verification = await self._calls.ask(replica, round_id, send)
+                self._check(verification, replica, local)
             # Internal too: a device that failed once tends to go on failing, and another replica may serve.
             except SpecdecError as failure:
                 failed.append(replica)
@@ -71,14 +75,33 @@ class TargetCalls:
                 self._last_replica = replica
                 return TargetAnswer(replica, verification, time.perf_counter() - began, is_same_replica)
 
+    def _check(self, verification: Verification, replica: TargetReplica, local: LocalDraft | None) -> None:
+        """Raises Internal: it is no answer."""
+        setting = self._setting
+        check_verification(verification, replica.address, vocabulary_size=setting.vocabulary_size)
+        if local is not None and verification.drafted is not None:
+            check_proposal(
+                verification.drafted,
+                gamma=local.gamma,
+                with_supports=not setting.answers_choices,
+                vocabulary_size=setting.vocabulary_size,
+            )
+
     def _send(
-        self, replica: TargetReplica, proposal: Proposal, wire: WireCount, position: SessionPosition
+        self,
+        replica: TargetReplica,
+        proposal: Proposal,
+        wire: WireCount,
+        local: LocalDraft | None,
+        position: SessionPosition,
     ) -> Awaitable[Verification]:
+        can_draft = local is not None and replica.info is not None and local.pool in replica.info.local_drafts
         request = VerifyRequest(
             position=position,
             draft_token_ids=proposal.draft_token_ids,
             support_ids=pack_supports(proposal.draft_token_ids.tolist(), proposal.supports).ids,
             num_logprobs=self._setting.num_logprobs,
+            local_draft=local if can_draft else None,
         )
         return replica.link.verify(request, wire, model=self._replicas.target_fingerprint)
 

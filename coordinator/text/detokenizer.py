@@ -11,15 +11,13 @@ Not here: end tokens and length limits (`output`). One object serves one output;
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol
 
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.token_bytes import BYTE_TOKEN, byte_level_bytes
 
 _REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 #: The clean-up of transformers (`clean_up_tokenization`), in its order: each rule runs over what the one before left.
 _CLEAN_UP_RULES = (
@@ -98,7 +96,7 @@ class _ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(_token_bytes(self._tokenizer.token(token_id) or ""))
+        return self._utf8.decode(byte_level_bytes(self._tokenizer.token(token_id) or ""))
 
     def tail(self) -> str:
         unfinished, _ = self._utf8.getstate()
@@ -125,7 +123,7 @@ class _WindowDecoder:
         if token is None:
             return ""
         self._window.append(token_id)
-        if self._rules.has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+        if self._rules.has_byte_tokens and BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._tokenizer.decode_uncleaned(self._window)
         if self._rules.may_end_in_half_character and text.endswith(_REPLACEMENT):
@@ -181,25 +179,3 @@ def _overlap(text: str, pattern: str) -> int:
         if text.endswith(pattern[:length]):
             return length
     return 0
-
-
-@lru_cache(maxsize=1 << 16)
-def _token_bytes(token: str) -> bytes:
-    """Bytes of a token in the byte-level alphabet; a token with any other character in it is its own UTF-8."""
-    try:
-        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
-    except KeyError:
-        return token.encode("utf-8")
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 bytes are themselves, the others follow from U+0100 on.
-
-    Source: Radford et al. 2019 (GPT-2).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_level_alphabet()

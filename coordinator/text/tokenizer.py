@@ -7,7 +7,6 @@ longer, conversations and very long texts, is done in a process of its own (`tex
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 from coordinator.text.text_bounds import characters_per_token
 from coordinator.text.text_process import TextProcess
 from specdec.errors import Internal, InvalidRequest
+from specdec.token_bytes import decoder_parts
 from specdec.vocabulary import is_tokenizer_fault, load_tokenizer, vocabulary_fingerprint, vocabulary_size
 
 #: Tokens whose spelling is at hand.
@@ -196,7 +196,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, str | list[str]]:
 
 def _read_rules(tokenizer: Any) -> DecodingRules:
     backend = tokenizer.backend_tokenizer
-    kinds = _decoder_kinds(json.loads(backend.decoder.__getstate__())) if backend.decoder is not None else ()
+    kinds = tuple(str(part["type"]) for part in decoder_parts(tokenizer))
     # transformers itself leaves BPE text alone unless told twice: there the clean-up would eat real spaces.
     insists = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     is_bpe = type(backend.model).__name__ == "BPE"
@@ -209,9 +209,3 @@ def _read_rules(tokenizer: Any) -> DecodingRules:
             token_id for token_id, added in backend.get_added_tokens_decoder().items() if added.special
         ),
     )
-
-
-def _decoder_kinds(decoder: Mapping[str, Any]) -> tuple[str, ...]:
-    if decoder["type"] == "Sequence":
-        return tuple(kind for part in decoder["decoders"] for kind in _decoder_kinds(part))
-    return (str(decoder["type"]),)

@@ -26,6 +26,8 @@ class DraftPool:
     model: str
     group: str
     """What `specdec scale` counts its replicas by, and what their names begin with."""
+    for_tokenizer: str = ""
+    """Whose tokens it is to make, where it has others of its own."""
 
 
 def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftPool, ...]:

@@ -121,14 +121,16 @@ class Launcher:
     def _replica_arguments(self, name: str) -> list[str]:
         args, group = self._args, role_of(name)
         role = role_of_group(group)
-        model = ["--model", self._served.target]
+        own = ["--model", self._served.target]
         if role == "draft":
             pool = next(pool for pool in self._served.drafts if pool.group == group)
-            model = ["--model", pool.model, "--pool", pool.name]
+            own = ["--model", pool.model, "--pool", pool.name]
+            own += ["--for-tokenizer", pool.for_tokenizer] if pool.for_tokenizer else []
         return [
-            *model,
+            *own,
             *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
             *("--self-check", args.self_check, *self._limits(role), *self._common()),
+            *(word for kind in args.local_draft if role == "target" for word in ("--local-draft", kind)),
         ]
 
     def _limits(self, role: str) -> list[str]:

@@ -18,6 +18,7 @@ from specdec.cli.processes import free_ports
 from specdec.config import join_address, split_address
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
+from specdec.local_drafts import is_local_draft, parse_local_drafts
 from specdec.rpc.server import require_free
 from specdec.tenant import DEFAULT_TENANT, check_tenant
 
@@ -48,13 +49,20 @@ class Models:
 
 
 class _Draft(argparse.Action):
-    """Tells models from the kinds of drafts that need none: `draft` are the models, `lookup` are the kinds."""
+    """Tells models from the kinds of drafts that need none: `draft` are the models, `lookup` are the kinds that are
+    found in text, `local_draft` those that targets draft by themselves."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
     ) -> None:
         if given in _LOOKUPS:
             namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
+        elif is_local_draft(given):
+            namespace.local_draft = (*namespace.local_draft, given)
+            try:
+                parse_local_drafts(namespace.local_draft)
+            except ValueError as error:
+                raise argparse.ArgumentError(self, str(error)) from None
         elif given:
             namespace.draft = (*namespace.draft, given)
 
@@ -66,11 +74,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--draft", metavar="[NAME=]PATH_OR_HUB_ID", default=(), action=_Draft,
         help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
-        "drafts found in the session's text, or in other outputs as well, without a model. Repeatable: where "
-        "nothing is found a model is asked, and each model is a pool of its own, which requests ask for by NAME; "
-        "default: the last part of its path",
+        "drafts found in the session's text, or in other outputs as well, without a model. Or early-exit:N[:PATH]: "
+        "the target's own first N layers. Repeatable: where nothing is found the target or a model is asked, and each "
+        "model is a pool of its own, which requests ask for by NAME; default: the last part of its path",
     )  # fmt: skip
-    parser.set_defaults(lookup=())
+    parser.set_defaults(lookup=(), local_draft=())
     parser.add_argument(
         "--route", default="none", choices=["auto", "none"],
         help="auto: of several draft models, each request gets the one that its kind of requests goes fastest with; "
@@ -149,7 +157,7 @@ def check(args: argparse.Namespace) -> None:
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
-        raise Usage("--replicas-draft without --draft: name a draft with the target's vocabulary")
+        raise Usage("--replicas-draft without --draft: name a draft for the target")
     if args.ray_address not in ("", "auto", "local"):
         _split("--ray-address", args.ray_address)
     if args.ray_address not in ("", "local") and args.redis_url == "memory://":
@@ -167,6 +175,8 @@ def check(args: argparse.Namespace) -> None:
             if (number := value(args, flag)) is not None and number < 1:
                 raise Usage(f"{flag} must be at least 1")
     _pools_given(args)
+    if args.local_draft and num_ranks(args, "target") > 1:
+        raise Usage(f"--draft {args.local_draft[0]} does not go with --tensor-parallel: ranks do not draft")
     target, draft = (utilization(args, role) for role in ROLES)
     if num_drafts(args) and target + draft > 1:
         raise Usage(
@@ -180,7 +190,7 @@ def num_drafts(args: argparse.Namespace) -> int:
     at."""
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
-    return 0 if (args.target or args.lookup) and not args.draft else 1
+    return 0 if (args.target or args.lookup or args.local_draft) and not args.draft else 1
 
 
 def num_ranks(args: argparse.Namespace, role: str) -> int:

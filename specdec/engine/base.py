@@ -33,6 +33,8 @@ class SequenceSlice:
     """KV block ids covering positions [0, start + len(token_ids))."""
     num_logit_rows: int
     """Logits are returned for the last this many tokens; 0 for a prefill chunk that is not the last."""
+    draft_index: int = 0
+    """In a draft step, of one token a slice: how many draft tokens the session has before the one that is drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,9 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...] = ()
     """(from, to): KV blocks to copy whole before anything of the step is written; a branch begins with the partial
     block that it shares with its session. No block is copied to twice."""
+    local_draft: str = ""
+    """"": a full step. Else a draft step of the local draft of this name (`ModelShape.local_drafts`), one token and one
+    logit row a slice. It writes only to the slots of its tokens, what the next full step over them writes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,8 @@ class ModelShape:
     device: str
     kv_layout: KvLayout | None = None
     """None: it has no KV blocks (a table, a simulation)."""
+    local_drafts: tuple[str, ...] = ()
+    """Names of what it can draft with by itself."""
 
 
 class WorkerLost(Unavailable):

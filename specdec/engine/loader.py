@@ -12,6 +12,8 @@ import ctypes
 import logging
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +26,7 @@ from specdec.checkpoint import locate_checkpoint
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
+from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.checkpoint_model import (
@@ -37,20 +40,22 @@ from specdec.engine.model.checkpoint_model import (
     quietly,
 )
 from specdec.engine.model.device_memory import cuda_pool_bytes
+from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.int8_projection import Int8Projection
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward
-from specdec.engine.model.options import AUTO, NATIVE, CompileOptions, GraphSource, require_backend
+from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, GraphSource, require_backend
 from specdec.engine.model.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.model.thread_choice import settle_threads
 from specdec.engine.native.library import load_library
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import InvalidRequest, Unsupported
+from specdec.local_drafts import LocalDraftSpec
 from specdec.types import BLOCK_TOKENS
-from specdec.vocabulary import load_vocabulary
+from specdec.vocabulary import load_vocabulary, vocabulary_size
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +73,7 @@ def load_worker(
     measures_threads: bool = False,
     compiling: CompileOptions | None = None,
     self_check: bool = True,
+    local_drafts: Sequence[LocalDraftSpec] = (),
 ) -> Worker:
     """Loads a checkpoint and its KV pool.
 
@@ -86,18 +92,22 @@ def load_worker(
         measures_threads: on a CPU, settle those by measurement once all is loaded.
         compiling: what is compiled or captured, here and now; None: the native kernels where they compute the model.
         self_check: compare the worker's logits with the model's own forward pass, and refuse one that differs.
+        local_drafts: what it is to draft with by itself, under different names.
 
     Raises:
         InvalidRequest: no such checkpoint, device, dtype or compile backend, no room for a single block, or not the
-            share of the device's memory that is asked for.
+            share of the device's memory that is asked for; or a local draft does not fit the model.
         Unsupported: not a decoder-only model, one that is computed differently here than by transformers, int8
-            elsewhere than on a CPU, or a backend that cannot compile or capture it.
+            elsewhere than on a CPU, a backend that cannot compile or capture it, or one that cannot draft locally.
     """
     compiling = compiling or CompileOptions()
     require_backend(compiling.backend)
     directory = locate_checkpoint(model)
     torch_device = pick_device(device)
     is_captured, is_int8 = wants_capture(compiling, torch_device), dtype == "int8"
+    if local_drafts and (is_captured or compiling.backend not in (AUTO, NATIVE, EAGER)):
+        raise Unsupported("local drafts run in native and eager steps only: take --compile-backend eager",
+                          field="local_draft")  # fmt: skip
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     config = load_config(model, directory)
@@ -112,15 +122,20 @@ def load_worker(
         if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
             kv_cache_bytes = cuda_pool_bytes(torch_device, gpu_memory_utilization, is_captured)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
+        drafting = load_local_drafts(local_drafts, loaded, vocabulary_size(token_to_id), context)
+        shapes += drafting.layers
         bytes_per_block = block_bytes(shapes, loaded.dtype)
         blocks = pool_blocks(bytes_per_block, context, kv_cache_bytes, num_kv_blocks)
         layout = KvLayout(
-            str(loaded.dtype).removeprefix("torch."), tuple(block_bytes([shape], loaded.dtype) for shape in shapes)
+            str(loaded.dtype).removeprefix("torch."),
+            tuple(block_bytes([shape], loaded.dtype) for shape in shapes),
+            drafting.rank,
         )
         shape = model_shape(
             loaded, directory, token_to_id, blocks, context, torch_device, layout,
             num_head_rows=loaded.get_output_embeddings().weight.shape[0], is_int8=is_int8,
         )  # fmt: skip
+        shape = replace(shape, local_drafts=drafting.names)
         _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
                   shape.max_context_tokens)  # fmt: skip
         library = _native_library(compiling, loaded)
@@ -132,7 +147,7 @@ def load_worker(
         loaded.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=loaded.dtype, device=torch_device)
-        worker = _make_worker(loaded, cache, kinds, shape, compiling, library, is_compact=dtype != "float32")
+        worker = _make_worker(loaded, cache, kinds, shape, compiling, library, drafting, is_compact=dtype != "float32")
         if reference is not None:
             require_same(worker, reference, config.model_type)
             _log.info("self-check passed in %.1f s", time.monotonic() - began_s)
@@ -148,16 +163,23 @@ def _make_worker(
     shape: ModelShape,
     compiling: CompileOptions,
     library: ctypes.CDLL | None,
+    drafting: LocalDrafting,
     *,
     is_compact: bool,
 ) -> Worker:
     """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
     if library is not None:
-        runner = NativeRunner(library, model, cache, kinds, shape, is_int8=is_int8, is_compact=is_compact)
+        runner = NativeRunner(library, model, cache, kinds, shape, drafting.exits, drafting.paged_heads(cache),
+                              is_int8=is_int8, is_compact=is_compact)  # fmt: skip
         _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
         return runner
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
+    if drafting.names:
+        forward = _forward_pass(model, is_int8, taps=True)
+        return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device,
+                           drafts=draft_passes(drafting.exits, model, forward),
+                           heads=drafting.paged_heads(cache))  # fmt: skip
     forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
     is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
     recorded = capture_steps(compiling, source, forward, shape) if is_captured else None
@@ -195,7 +217,8 @@ def _native_library(compiling: CompileOptions, model: PreTrainedModel) -> ctypes
     return None
 
 
-def _forward_pass(model: PreTrainedModel, is_int8: bool) -> ForwardPass:
+def _forward_pass(model: PreTrainedModel, is_int8: bool, *, taps: bool = False) -> ForwardPass:
+    """`taps`: the layers' outputs are wanted too."""
     plain = partial(Projection, both_layouts=keeps_both_layouts(model))
     # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
     kinds = ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=plain)
@@ -203,7 +226,7 @@ def _forward_pass(model: PreTrainedModel, is_int8: bool) -> ForwardPass:
         return LlamaStack(model, kinds)
     if model.device.type == "cpu":
         relayout_linears(model, kinds)
-    return TransformersForward(model)
+    return TransformersForward(model, tuple(decoder_layers(model)) if taps else ())
 
 
 def _load_model(

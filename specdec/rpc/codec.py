@@ -19,7 +19,16 @@ from specdec.core.packed import PackedIds
 from specdec.errors import InvalidRequest
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, to_bytes, token_ids
 from specdec.rpc.rounds import decode_round, encode_round, require, require_context
-from specdec.types import MAX_SCORED_TOKENS, EngineInfo, ProposeRequest, Score, ScoreRequest, TokenIds, VerifyRequest
+from specdec.types import (
+    MAX_SCORED_TOKENS,
+    EngineInfo,
+    LocalDraft,
+    ProposeRequest,
+    Score,
+    ScoreRequest,
+    TokenIds,
+    VerifyRequest,
+)
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 _MAX_LOGPROBS = 1024
@@ -86,6 +95,8 @@ def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.Ve
         # As the draft's reply brought them, where they came in one.
         wire = request.support_ids.wire if isinstance(request.support_ids, PackedIds) else None
         message.supports.CopyFrom(wire or encode_supports(request.support_ids))
+    if request.local_draft is not None:
+        message.local_draft.pool, message.local_draft.gamma = request.local_draft.pool, request.local_draft.gamma
     return message
 
 
@@ -118,7 +129,17 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
     num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     most = min(_MAX_LOGPROBS, limits.vocabulary_size)
     require((num_logprobs or 0) <= most, "num_logprobs", f"must be at most {most}, not {num_logprobs}")
-    return VerifyRequest(round_, draft_token_ids, tuple(support_ids), num_logprobs)
+    return VerifyRequest(round_, draft_token_ids, tuple(support_ids), num_logprobs, _decode_local(message))
+
+
+def _decode_local(message: target_pb2.VerifyRequest) -> LocalDraft | None:
+    """What to draft with; a gamma above the replica's limit is cut there, not refused."""
+    if not message.HasField("local_draft"):
+        return None
+    pool, gamma = message.local_draft.pool, message.local_draft.gamma
+    require(gamma >= 1, "local_draft.gamma", "must be at least 1")
+    require(not message.draft_token_ids, "local_draft", "goes without draft_token_ids")
+    return LocalDraft(pool, gamma)
 
 
 def encode_engine_info(engine_info: EngineInfo) -> common_pb2.EngineInfo:
@@ -129,7 +150,8 @@ def encode_engine_info(engine_info: EngineInfo) -> common_pb2.EngineInfo:
 def decode_engine_info(message: common_pb2.EngineInfo) -> EngineInfo:
     """The inverse of `encode_engine_info`."""
     values: dict[str, Any] = {name: getattr(message, name) for name in _ENGINE_INFO_FIELDS}
-    return EngineInfo(**{**values, "eos_token_ids": tuple(message.eos_token_ids)})
+    lists = {"eos_token_ids": tuple(message.eos_token_ids), "local_drafts": tuple(message.local_drafts)}
+    return EngineInfo(**{**values, **lists})
 
 
 _ENGINE_INFO_FIELDS = tuple(EngineInfo.__dataclass_fields__)

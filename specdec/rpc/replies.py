@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.core.packed import NO_IDS, PackedIds, PackedRows, PackedSupports, locate_drawn
+from specdec.core.packed import NO_IDS, PackedIds, PackedRows, PackedSupports, locate_drawn, pack_supports
 from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
@@ -126,6 +126,8 @@ def encode_verification(verification: Verification, call_id: int) -> target_pb2.
         num_others=verification.num_others,
         num_other_rows=verification.num_other_rows,
     )
+    if verification.drafted is not None:
+        message.drafted.CopyFrom(_encode_drafted(verification.drafted))
     rows = verification.rows
     with_tail = [index for index, row in enumerate(rows) if row.weights[-1] > 0]
     if rows:
@@ -142,6 +144,16 @@ def encode_verification(verification: Verification, call_id: int) -> target_pb2.
     return message
 
 
+def _encode_drafted(drafted: Proposal) -> target_pb2.Drafted:
+    message = target_pb2.Drafted(
+        draft_token_ids=drafted.draft_token_ids.tolist(), lost_mass=drafted.lost_mass, forward_s=drafted.forward_s
+    )
+    if drafted.supports:
+        message.supports.CopyFrom(encode_supports([support.token_ids for support in drafted.supports]))
+        message.weights = to_bytes([support.weights for support in drafted.supports], "<u2")
+    return message
+
+
 def decode_verifications(
     messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
 ) -> list[Verification | Internal]:
@@ -153,6 +165,10 @@ def _read_verifications(
     messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
 ) -> list[Verification]:
     """Raises ValueError when any of them is malformed."""
+    drafted: list[Proposal | None] = [None] * len(messages)
+    if any(request.local_draft is not None for request in requests):
+        drafted = [_read_drafted(message, request) for message, request in zip(messages, requests, strict=True)]
+        requests = [_verified(request, proposal) for request, proposal in zip(requests, drafted, strict=True)]
     with_supports = [request.position.carries_distributions for request in requests]
     rows = iter(
         _read_rows(
@@ -161,9 +177,39 @@ def _read_verifications(
         )
     )
     return [
-        _read_verification(message, request, next(rows) if is_finite else None)
-        for message, request, is_finite in zip(messages, requests, with_supports, strict=True)
+        _read_verification(message, request, next(rows) if is_finite else None, proposal)
+        for message, request, is_finite, proposal in zip(messages, requests, with_supports, drafted, strict=True)
     ]
+
+
+def _read_drafted(message: target_pb2.Verification, request: VerifyRequest) -> Proposal | None:
+    """What a target drafted by itself; None where that is nothing. Raises ValueError when it is malformed."""
+    local, drafted = request.local_draft, message.drafted
+    if local is None or not len(drafted.draft_token_ids):
+        return None
+    (proposal,) = _read_proposals(
+        [
+            draft_pb2.Proposal(
+                draft_token_ids=drafted.draft_token_ids,
+                supports=drafted.supports if drafted.HasField("supports") else None,
+                weights=drafted.weights,
+                lost_mass=drafted.lost_mass,
+                kv_len=message.kv_len,
+                num_cached_tokens=message.num_cached_tokens,
+                forward_s=drafted.forward_s,
+            )
+        ],
+        [ProposeRequest(request.position, local.gamma)],
+    )
+    return proposal
+
+
+def _verified(request: VerifyRequest, drafted: Proposal | None) -> VerifyRequest:
+    """The request as if it had brought what was drafted."""
+    if drafted is None:
+        return request
+    support_ids = pack_supports(drafted.draft_token_ids.tolist(), drafted.supports).ids
+    return VerifyRequest(request.position, drafted.draft_token_ids, support_ids, request.num_logprobs)
 
 
 def _row_sizes(request: VerifyRequest) -> list[int]:
@@ -172,7 +218,7 @@ def _row_sizes(request: VerifyRequest) -> list[int]:
 
 
 def _read_verification(
-    message: target_pb2.Verification, request: VerifyRequest, rows: PackedRows | None
+    message: target_pb2.Verification, request: VerifyRequest, rows: PackedRows | None, drafted: Proposal | None
 ) -> Verification:
     num_positions = len(request.draft_token_ids) + 1
     choices, probabilities = NO_IDS, _NO_PROBABILITIES
@@ -199,6 +245,7 @@ def _read_verification(
         step_tokens=message.step_tokens,
         num_others=message.num_others,
         num_other_rows=message.num_other_rows,
+        drafted=drafted,
     )
 
 

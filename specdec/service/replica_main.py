@@ -28,6 +28,7 @@ from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
 from specdec.engines import SIMULATED_PREFIX, Engine
 from specdec.errors import InvalidRequest
+from specdec.local_drafts import LocalDraftSpec
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
 from specdec.preflight import require_servable
@@ -69,6 +70,10 @@ class ReplicaKind(Generic[SettingsT]):
     """Makes the engine of a worker, which it alone uses from then on. Called once torch is loaded; may import it."""
     build_servicer: Callable[[Any, EngineMetrics], Servicer]
     """Puts a servicer in front of either engine."""
+    check: Callable[[SettingsT], None] = lambda settings: None
+    """Refuses what is its own and cheap to find wrong, before the model is loaded."""
+    local_drafts: Callable[[SettingsT], tuple[LocalDraftSpec, ...]] = lambda settings: ()
+    """What the worker is to draft with by itself."""
 
 
 def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:
@@ -84,7 +89,7 @@ def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None)
     configure_logging(settings.log_format, settings.log_level, service=kind.role)
     if settings.tensor_parallel > 1:
         return run_ranks(kind.role, sys.argv[1:] if argv is None else argv, settings)
-    return run_to_exit_code(serve_replica(kind, settings, partial(_load_worker, settings)))
+    return run_to_exit_code(serve_replica(kind, settings, partial(_load_worker, settings, kind.local_drafts(settings))))
 
 
 async def serve_replica(
@@ -147,6 +152,8 @@ def _load_engine(
             raise InvalidRequest("simulated replicas have a context of their own", field="max_context_tokens")
         if settings.kv_tier_url:
             raise InvalidRequest("simulated replicas have no KV to keep", field="kv_tier_url")
+        if kind.local_drafts(settings):
+            raise InvalidRequest("simulated replicas have no layers to draft with", field="local_draft")
         return kind.simulated_engine(
             simulated_pair(settings.model),
             replica_id=replica_id,
@@ -158,6 +165,7 @@ def _load_engine(
         )
     require_servable(settings.model, flag="--model")
     locate_checkpoint(settings.model)
+    kind.check(settings)
     _log.info("loading %s", settings.model)
     # torch takes seconds to import: not before the settings are known to be right.
     from specdec.engine.loop.replica import ReplicaOptions
@@ -216,7 +224,7 @@ def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Wo
     return outcome.result()
 
 
-def _load_worker(settings: ReplicaSettings, num_decode_rows: int) -> Worker:
+def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, ...], num_decode_rows: int) -> Worker:
     from specdec.engine.loader import load_worker
     from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, row_counts
 
@@ -236,4 +244,5 @@ def _load_worker(settings: ReplicaSettings, num_decode_rows: int) -> Worker:
             settings.compile_backend, row_counts(num_decode_rows), cache_directory(os.environ) / "compiled"
         ),
         self_check=settings.self_check == "on",
+        local_drafts=local_drafts,
     )

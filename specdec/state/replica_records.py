@@ -23,6 +23,7 @@ MAX_REPLICA_ID_BYTES = 256
 #: Of any other name: a model may be a long path.
 _MAX_NAME_CHARACTERS = 4096
 _MAX_EOS_TOKEN_IDS = 1024
+_MAX_NAMES = 64
 _MAX_COUNT = (1 << 63) - 1
 _MAX_REASON_CHARACTERS = 200
 
@@ -121,10 +122,17 @@ def _ids(field: str, value: Any) -> tuple[int, ...]:
     return tuple(_count(field, token_id) for token_id in value)
 
 
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_NAMES:
+        raise ValueError(f"{field} is not a list of at most {_MAX_NAMES} names")
+    return tuple(_name(field, name) for name in value)
+
+
 _READERS: dict[Any, Callable[[str, Any], Any]] = {
     str: _name,
     int: _count,
     float: _share,
     bool: _truth,
     tuple[int, ...]: _ids,
+    tuple[str, ...]: _names,
 }

@@ -20,21 +20,45 @@ class VerificationFrame(_message.Message):
     def __init__(self, verifications: _Optional[_Iterable[_Union[Verification, _Mapping]]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("call_id", "round", "draft_token_ids", "supports", "num_logprobs")
+    __slots__ = ("call_id", "round", "draft_token_ids", "supports", "num_logprobs", "local_draft")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_DRAFT_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     round: _common_pb2.Round
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     supports: _common_pb2.Supports
     num_logprobs: int
-    def __init__(self, call_id: _Optional[int] = ..., round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+    local_draft: LocalDraft
+    def __init__(self, call_id: _Optional[int] = ..., round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., local_draft: _Optional[_Union[LocalDraft, _Mapping]] = ...) -> None: ...
+
+class LocalDraft(_message.Message):
+    __slots__ = ("pool", "gamma")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    gamma: int
+    def __init__(self, pool: _Optional[str] = ..., gamma: _Optional[int] = ...) -> None: ...
+
+class Drafted(_message.Message):
+    __slots__ = ("draft_token_ids", "supports", "weights", "lost_mass", "forward_s")
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_MASS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    supports: _common_pb2.Supports
+    weights: bytes
+    lost_mass: _containers.RepeatedScalarFieldContainer[float]
+    forward_s: float
+    def __init__(self, draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., weights: _Optional[bytes] = ..., lost_mass: _Optional[_Iterable[float]] = ..., forward_s: _Optional[float] = ...) -> None: ...
 
 class Verification(_message.Message):
-    __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s", "step_tokens", "num_others", "num_other_rows")
+    __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s", "step_tokens", "num_others", "num_other_rows", "drafted")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +72,7 @@ class Verification(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OTHERS_FIELD_NUMBER: _ClassVar[int]
     NUM_OTHER_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     status: _common_pb2.ItemStatus
     choice_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -61,7 +86,8 @@ class Verification(_message.Message):
     step_tokens: int
     num_others: int
     num_other_rows: int
-    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., choice_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ..., tail_token_ids: _Optional[_Iterable[int]] = ..., tail_probabilities: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., num_others: _Optional[int] = ..., num_other_rows: _Optional[int] = ...) -> None: ...
+    drafted: Drafted
+    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., choice_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ..., tail_token_ids: _Optional[_Iterable[int]] = ..., tail_probabilities: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., num_others: _Optional[int] = ..., num_other_rows: _Optional[int] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ...) -> None: ...
 
 class Logits(_message.Message):
     __slots__ = ("support_logits", "tail_logits", "logsumexps", "top_token_ids", "top_logits")

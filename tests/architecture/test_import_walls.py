@@ -15,7 +15,7 @@ SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
     "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
-    "specdec.engines", "specdec.tenant", "specdec.v1",
+    "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -30,10 +30,13 @@ ALLOWED = {
     "specdec.errors": set(),
     "specdec.engines": set(),
     "specdec.tenant": set(),
+    "specdec.local_drafts": set(),
     "specdec.checkpoint": set(),
     "specdec.gguf": {"specdec.engine.kept_files"},
     "specdec.vocabulary": set(),
-    "specdec.preflight": set(),
+    "specdec.preflight": {"specdec.translation"},
+    "specdec.token_bytes": set(),
+    "specdec.translation": set(),
     "specdec.restarts": set(),
     "specdec.rank_checks": set(),
     "specdec.config": set(),
@@ -55,14 +58,19 @@ ALLOWED = {
     ENGINE + "schedule": {"specdec.core"},
     ENGINE + "logits": {"specdec.core"},
     ENGINE + "model": {ENGINE + "base"},
+    ENGINE + "heads": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "loop": {"specdec.core",
                       *(ENGINE + room for room in ("base", "cold_tier", "logits", "schedule", "sessions"))},
+    ENGINE + "drafting": {"specdec.core", *(ENGINE + room for room in ("logits", "loop"))},
     ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
-    ENGINE + "native": {ENGINE + "base", ENGINE + "kept_files", ENGINE + "model"},
+    ENGINE + "native": {ENGINE + room for room in ("base", "kept_files", "model")},
+    ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
     ENGINE + "parallel": {"specdec.core", *(ENGINE + room for room in ("base", "cold_tier", "model"))},
-    ENGINE + "loader": {ENGINE + room for room in ("base", "model", "compiled", "captured", "native")},
+    ENGINE + "loader": {
+        ENGINE + room for room in ("base", "local_drafting", "model", "compiled", "captured", "native")
+    },
     # The coordinator, from the front door inwards.
     "coordinator.__main__": {"coordinator", *LIBRARY},
     "coordinator.config": set(),
@@ -77,7 +85,7 @@ ALLOWED = {
     "coordinator.lookup": set(),
     "coordinator.text": {"coordinator.requests"},
     "coordinator.replicas": {"coordinator.requests", *LIBRARY},
-    "draft_service": {"specdec.engine", *LIBRARY},
+    "draft_service": {"specdec.engine", "specdec.translation", *LIBRARY},
     "target_service": {"specdec.engine", *LIBRARY},
 }  # fmt: skip
 

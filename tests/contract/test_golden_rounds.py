@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class RecordedLink:
         return decode_proposal(draft_pb2.Proposal.FromString(reply), request)
 
     async def verify(self, request: VerifyRequest) -> Verification:
-        request = VerifyRequest(request.position, request.draft_token_ids, request.support_ids, self.num_logprobs)
+        request = replace(request, num_logprobs=self.num_logprobs)
         asked = self._note(codec.encode_verify_request(request, 1))
         received = codec.decode_verify_request(target_pb2.VerifyRequest.FromString(asked), self.engine.info())
         reply = self._note(replies.encode_verification(await self.engine.verify(received), 1))
@@ -89,8 +89,23 @@ class RecordedLink:
                 part.ClearField(name)
         if "forward_s" in message.DESCRIPTOR.fields_by_name:
             message.ClearField("forward_s")
+        if isinstance(message, target_pb2.Verification) and message.HasField("drafted"):
+            message.drafted.ClearField("forward_s")
         self.items.append(f"{type(message).__name__} {message.SerializeToString(deterministic=True).hex()}")
         return travelling
+
+
+def decisions_of(driver: RoundDriver) -> list[dict[str, Any]]:
+    """Every decided token with its source, p and q."""
+    return [
+        {
+            "token_ids": [int(token_id) for token_id in decision.token_ids],
+            "sources": [int(source) for source in decision.sources],
+            "p": [float(p) for p in decision.p],
+            "q": [float(q) for q in decision.q],
+        }
+        for decision in driver.decisions
+    ]
 
 
 async def run_case(case: Case) -> dict[str, Any]:
@@ -108,15 +123,7 @@ async def run_case(case: Case) -> dict[str, Any]:
     return {
         "draft_link": draft.items,
         "target_link": target.items,
-        "decisions": [
-            {
-                "token_ids": [int(token_id) for token_id in decision.token_ids],
-                "sources": [int(source) for source in decision.sources],
-                "p": [float(p) for p in decision.p],
-                "q": [float(q) for q in decision.q],
-            }
-            for decision in driver.decisions
-        ],
+        "decisions": decisions_of(driver),
     }
 
 

@@ -191,7 +191,11 @@ def test_each_rank_holds_and_reads_its_part_only(case: Case) -> None:
 
 
 def test_a_divided_model_is_the_same_model(case: Case) -> None:
-    assert case.divided.shape == replace(case.alone.shape, kv_layout=None)
+    whole, part = case.alone.shape.kv_layout, case.divided.shape.kv_layout
+    assert case.divided.shape == replace(case.alone.shape, kv_layout=part)
+    # Blocks of which pass between replicas as their rank's only.
+    assert part == replace(part, dtype=whole.dtype, rank="tp2.0")
+    assert len(part.layer_bytes) == len(whole.layer_bytes)
 
 
 def test_ranks_refuse_together_what_cannot_be_divided(rig: RankRig, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import grpc
@@ -98,9 +98,11 @@ async def start_service(
     max_gamma: int = 8,
     between: Callable[[Any], Any] = lambda engine: engine,
     predraft: Predraft = Predraft.OFF,
+    local_drafts: Mapping[str, int] = MappingProxyType({}),
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
-    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt, vocabulary=vocabulary)
+    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt,
+                         vocabulary=vocabulary, local_drafts=local_drafts)  # fmt: skip
     options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma)
     engine = Proposer(worker, options, DraftOptions(predraft=predraft)) if role == DRAFT else Verifier(worker, options)
     metrics = EngineMetrics("table", role=role)
@@ -185,8 +187,17 @@ class Output:
 class Rig:
     """Services, a store, and coordinators on them. Use as an async context manager."""
 
-    def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1, store_url: str = "") -> None:
-        """`store_url`: of the session store; one of its own in memory if empty."""
+    def __init__(
+        self,
+        *,
+        targets: int = 1,
+        drafts: int = 1,
+        draft_salt: int = 1,
+        store_url: str = "",
+        local_drafts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets."""
+        self._local_drafts = local_drafts
         self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
         self._counts = {TARGET: targets, DRAFT: drafts}
         self._draft_salt = draft_salt
@@ -203,7 +214,8 @@ class Rig:
         self.store = self.open_store()
         for role, count in self._counts.items():
             for _ in range(count):
-                self.services.append(await start_service(role, salt=self._draft_salt if role == DRAFT else 0))
+                own = {"salt": self._draft_salt} if role == DRAFT else {"salt": 0, "local_drafts": self._local_drafts}
+                self.services.append(await start_service(role, **own))
         return self
 
     async def __aexit__(

@@ -51,6 +51,7 @@ class ModelStack:
         predrafting: Collection[str] = (),
         patience: int = 0,
         proposer_type: type[Proposer] = Proposer,
+        verifier_type: type[Verifier] = Verifier,
     ) -> None:
         """
         Args:
@@ -62,7 +63,8 @@ class ModelStack:
             predrafting: the pools that draft the next round before it is asked for.
             patience: steps of branches that each of those may run before a step of the target, so that the share of
                 hits does not depend on the machine.
-            proposer_type: what negative controls replace.
+            proposer_type: what negative controls replace, as is
+            verifier_type.
         """
         self._tokenizer = ServedTokenizer(str(tokenizer))
         self._target_worker = target
@@ -72,13 +74,14 @@ class ModelStack:
         self._predrafting = predrafting
         self._patience = patience
         self._proposer_type = proposer_type
+        self._verifier_type = verifier_type
         self._draft_metrics: dict[str, EngineMetrics] = {}
         self._ending = AsyncExitStack()
         self.draft_addresses: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
         patient = _PatientWorker(self._target_worker, self._patience)
-        target = Verifier(patient, ReplicaOptions(replica_id="target", model="target"))
+        target = self._verifier_type(patient, ReplicaOptions(replica_id="target", model="target"))
         servicer = TargetServicer(target, EngineMetrics("target", role=TARGET))
         endpoints = [(TARGET, await self._serve(TARGET_SERVICE, servicer, target))]
         for pool, worker in self._draft_workers.items():

@@ -21,6 +21,7 @@ from specdec.engines import DraftEngine, TargetEngine
 from specdec.errors import KvMiss
 from specdec.types import (
     DrawRule,
+    LocalDraft,
     Mode,
     Proposal,
     ProposeRequest,
@@ -81,6 +82,8 @@ class RoundDriver:
     num_misses: int = 0
     decisions: list[Decision] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
+    local_pool: str = ""
+    """What the verifier is to draft with by itself, where there is no proposer."""
 
     def __post_init__(self) -> None:
         self.output_start = len(self.tokens)
@@ -101,11 +104,13 @@ class RoundDriver:
         proposal = NO_DRAFT
         if gamma > 0 and self.proposer is not None:
             proposal = await self._resend(self._propose, self.draft_start, gamma)
-        verification = await self._resend(self._verify, self.target_start, proposal)
+        local = LocalDraft(self.local_pool, gamma) if gamma > 0 and self.local_pool else None
+        verification = await self._resend(self._verify, self.target_start, (proposal, local))
+        proposal = verification.drafted or proposal
         decision = self._decide(proposal, verification)
         common_len = len(self.tokens) + decision.num_accepted
         self.tokens += [int(token_id) for token_id in decision.token_ids]
-        if proposal is not NO_DRAFT:
+        if proposal is not NO_DRAFT and self.proposer is not None:
             self.draft_start = min(proposal.kv_len, common_len)
         self.target_start = min(verification.kv_len, common_len)
         self.decisions.append(decision)
@@ -131,9 +136,12 @@ class RoundDriver:
     async def _propose(self, start: int, gamma: int) -> Proposal:
         return await self.proposer.propose(ProposeRequest(self._round(start), gamma))
 
-    async def _verify(self, start: int, proposal: Proposal) -> Verification:
+    async def _verify(self, start: int, draft: tuple[Proposal, LocalDraft | None]) -> Verification:
+        proposal, local = draft
         support_ids = tuple(support.token_ids for support in proposal.supports)
-        return await self.verifier.verify(VerifyRequest(self._round(start), proposal.draft_token_ids, support_ids))
+        return await self.verifier.verify(
+            VerifyRequest(self._round(start), proposal.draft_token_ids, support_ids, local_draft=local)
+        )
 
     def _decide(self, proposal: Proposal, verification: Verification) -> Decision:
         if not verification.rows:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -30,8 +31,10 @@ class TableWorker(Worker):
         spread: float = 2.0,
         salt: int = 0,
         vocabulary: str = "table",
+        local_drafts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """`salt` makes another model; equal parameters make the same one. `vocabulary` is only told."""
+        """`salt` makes another model; equal parameters make the same one. `vocabulary` is only told. `local_drafts`:
+        the salts of what it can draft with by itself."""
         self.shape = ModelShape(
             vocabulary_size=vocabulary_size,
             max_context_tokens=context,
@@ -42,7 +45,9 @@ class TableWorker(Worker):
             dtype="float32",
             device="cpu",
             kv_layout=KvLayout("slots", (BLOCK_TOKENS * 16,)),
+            local_drafts=tuple(local_drafts),
         )
+        self._local_salts = dict(local_drafts)
         self.steps: list[StepPlan] = []
         self.fail_next: BaseException | None = None
         """The next step raises this, after having written to its slots."""
@@ -80,7 +85,8 @@ class TableWorker(Worker):
             raise error
         if self.fail_always is not None:
             raise self.fail_always
-        rows = [row for part in plan.slices for row in self._rows(part)]
+        salt = self._local_salts[plan.local_draft] if plan.local_draft else None
+        rows = [row for part in plan.slices for row in self._rows(part, salt)]
         return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), self.shape.vocabulary_size))
 
     def read_blocks(self, block_ids: Sequence[int]) -> np.ndarray:
@@ -91,15 +97,16 @@ class TableWorker(Worker):
         self.num_written += len(block_ids)
         self._blocks()[list(block_ids)] = np.ascontiguousarray(rows).view(np.int64).reshape(-1, BLOCK_TOKENS, 2)
 
-    def logits_after(self, token_ids: Sequence[int]) -> np.ndarray:
-        """float32 [V]: the row that follows `token_ids`."""
+    def logits_after(self, token_ids: Sequence[int], salt: int | None = None) -> np.ndarray:
+        """float32 [V]: the row that follows `token_ids`; of the model of another `salt`."""
+        salt = self._salt if salt is None else salt
         if int(token_ids[-1]) in self.non_finite:
             return np.full(self.shape.vocabulary_size, self.non_finite[int(token_ids[-1])], dtype=np.float32)
         digest = hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).digest()
-        generator = np.random.default_rng([self._salt, int.from_bytes(digest, "little")])
+        generator = np.random.default_rng([salt, int.from_bytes(digest, "little")])
         shared = np.random.default_rng(int.from_bytes(digest, "little")).normal(size=self.shape.vocabulary_size)
         own = generator.normal(size=self.shape.vocabulary_size)
-        return (self._spread * (shared + (0.4 * own if self._salt else 0.0))).astype(np.float32)
+        return (self._spread * (shared + (0.4 * own if salt else 0.0))).astype(np.float32)
 
     def greedy_continuation(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """What greedy decoding appends to `token_ids`."""
@@ -114,12 +121,12 @@ class TableWorker(Worker):
     def _blocks(self) -> np.ndarray:
         return self._slots.reshape(-1, BLOCK_TOKENS, 2)
 
-    def _rows(self, part: SequenceSlice) -> list[np.ndarray]:
+    def _rows(self, part: SequenceSlice, salt: int | None) -> list[np.ndarray]:
         end = part.start + len(part.token_ids)
         held = self._slots[[_slot(part, position) for position in range(end)]]
         if not np.array_equal(held[:, 1], np.arange(end)):
             raise ValueError(f"slots hold positions {held[:, 1].tolist()}, not 0..{end - 1}")
-        return [self.logits_after(held[: end - back, 0]) for back in range(part.num_logit_rows - 1, -1, -1)]
+        return [self.logits_after(held[: end - back, 0], salt) for back in range(part.num_logit_rows - 1, -1, -1)]
 
 
 def _slot(part: SequenceSlice, position: int) -> int:

@@ -4,7 +4,7 @@ Takes the logits of one whole step (`[R, V]`, any device); rows whose filters ar
 happens on the likeliest few tokens unless the distribution itself is wider. Everything is float64 but the plain greedy
 choice. A round's rows go from here to `specdec.engine.logits.rows`, or, when greedy, straight into the answer.
 
-Not here: drawing, supports (`rows`). Called by the draft service's `drafting` and the target service's `verifier`.
+Not here: drawing, supports (`rows`). Called by `specdec.engine.drafting` and the target service's `program`.
 """
 
 from __future__ import annotations

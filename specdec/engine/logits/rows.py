@@ -6,7 +6,7 @@ the host is a few numbers a row. Everything that touches a distribution is float
 `specdec.engine.loop.delivery` takes it back to the event loop.
 
 Not here: from logits to distributions (`filters`), deciding what is accepted (that is the coordinator's, in
-`specdec.core`). Called by the draft service's `drafting` and the target service's `verifier`.
+`specdec.core`). Called by `specdec.engine.drafting` and the target service's `program`.
 """
 
 from __future__ import annotations

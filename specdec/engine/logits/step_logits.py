@@ -1,6 +1,6 @@
 """The logits of a step, and what is asked of every row of them before anything else.
 
-They come from the worker and go to the service's program (`draft_service.drafting`, `target_service.verifier`), which
+They come from the worker and go to the service's program (`draft_service.drafting`, `target_service.program`), which
 makes distributions of them in `specdec.engine.logits.filters` or takes the likeliest.
 
 Whether a distribution can be made of a row and which token is its likeliest are read together: a greedy step then needs

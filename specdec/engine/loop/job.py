@@ -25,6 +25,7 @@ from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
+from specdec.errors import Unsupported
 from specdec.types import SessionPosition, TokenIds
 
 
@@ -60,6 +61,11 @@ class Job:
         """Of the newest step it took part in: when that began, and its tokens, other sessions' included."""
         self.num_cached_tokens = 0
         """Committed tokens that needed no forward pass; set when the job starts to run."""
+        self.local_draft = call.local_draft
+        """What it drafts with by itself, until it has its draft; "" from then on."""
+        self.draft_s = 0.0
+        """What drafting took, others' steps in between included."""
+        self._draft_began_s: float | None = None
         self.progress: Any = None
         """The program's own notes between steps."""
         self.answer: Any = None
@@ -94,6 +100,18 @@ class Job:
         self.sequence.append(np.array([token_id], dtype=np.uint32))
         self.num_logit_rows = 1
 
+    def begin_draft(self) -> None:
+        """Its first draft step begins now; of several calls, the first counts."""
+        if self._draft_began_s is None:
+            self._draft_began_s = self._clock()
+
+    def end_draft(self) -> None:
+        """Runs its tokens next, committed and drafted, and comes back with the logits of all that are pending."""
+        self.local_draft = ""
+        self.num_logit_rows = 1 + len(self.sequence) - self.call.position.committed_len
+        if self._draft_began_s is not None:
+            self.draft_s = self._clock() - self._draft_began_s
+
     def finish(self, answer: Any) -> None:
         """Ends the job; `answer` is stored under the idempotency key and sent to whoever waits."""
         self.answer = answer
@@ -107,6 +125,18 @@ def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> Sequen
         start=start,
         block_table=tuple(sequence.block_table[: blocks_for(end)]),
         num_logit_rows=num_logit_rows,
+    )
+
+
+def draft_slice_of(job: Job) -> SequenceSlice:
+    """The last token of a job that drafts, as a part of a draft step; the sequence's own KV ends before it."""
+    last = len(job.sequence) - 1
+    return SequenceSlice(
+        token_ids=(int(job.sequence.token_ids[last]),),
+        start=last,
+        block_table=tuple(job.sequence.block_table[: blocks_for(last + 1)]),
+        num_logit_rows=1,
+        draft_index=last + 1 - job.call.position.committed_len,
     )
 
 
@@ -150,3 +180,12 @@ class Program(Protocol):
             logits: the rows of job after job, `num_logit_rows` each.
         """
         ...
+
+    def draft(self, jobs: collections.abc.Sequence[Job], logits: StepLogits) -> None:
+        """Appends a token to the draft of every job, and ends that or goes on. Only of calls with a `local_draft`.
+
+        Args:
+            jobs: those that took part in a draft step.
+            logits: a row a job.
+        """
+        raise Unsupported("this program drafts nothing")

@@ -108,6 +108,7 @@ class ReplicaEngine:
             draining=load.draining,
             dtype=self._shape.dtype,
             device=self._shape.device,
+            local_drafts=self._shape.local_drafts,
         )
 
     @property

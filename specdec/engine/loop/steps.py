@@ -19,6 +19,7 @@ from specdec.engine.base import StepObserver, StepPlan, Worker
 from specdec.engine.loop.ahead import Ahead
 from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
+from specdec.engine.loop.draft_steps import DraftSteps
 from specdec.engine.loop.job import Job, Program, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog
 from specdec.engine.schedule.absences import Absences
@@ -55,9 +56,20 @@ class StepRunner:
         self._clock = clock
         self._publish = publish
         self._health = DeviceHealth(worker, calls.sessions.blocks)
+        self._drafts = DraftSteps(
+            worker,
+            program,
+            self._health,
+            self.watchdog,
+            max_step_tokens=scheduler.max_step_tokens,
+            report=self._report,
+            clock=clock,
+        )
 
     def run(self, absences: Absences) -> list[Job]:
         """Runs one step of the running calls; returns those that took part, with or without an answer now.
+
+        Where some of them draft it is a draft step, which nobody is answered after.
 
         Args:
             absences: sessions that may call while the step runs.
@@ -65,11 +77,15 @@ class StepRunner:
         Raises:
             DeviceLost: the step failed, and the device for good.
         """
+        if drafting := self._drafts.choose(self._calls.running):
+            self._drafts.run(drafting)
+            return []
         began_s = self._clock()
+        running = [job for job in self._calls.running if not job.local_draft]
         # Whoever comes while a yielding call runs must find a short step: it counts as somebody who is expected.
-        num_absent = absences.count(began_s) + self._calls.running[0].call.yields
-        chunks = self._scheduler.plan_chunks(self._calls.running, num_absent=num_absent)
-        jobs = [self._calls.running[chunk.job_index] for chunk in chunks]
+        num_absent = absences.count(began_s) + any(job.call.yields for job in running[:1])
+        chunks = self._scheduler.plan_chunks(running, num_absent=num_absent)
+        jobs = [running[chunk.job_index] for chunk in chunks]
         try:
             self._run_chunks(jobs, chunks, began_s)
         except Exception as error:

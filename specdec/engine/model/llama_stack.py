@@ -8,6 +8,7 @@ shape stays with `TransformersForward`. Called by `engine.loader`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,7 +18,9 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, 
 
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
+from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
+from specdec.engine.model.model_runner import ForwardPass
 from specdec.engine.model.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -55,17 +58,46 @@ class LlamaStack:
         return bool(model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim)
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
+        logits: torch.Tensor = self._head(self._norm(self._run(batch, context, len(self._layers))))
+        return logits
+
+    def with_outputs(
+        self, batch: StepBatch, context: RowContext, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See `engine.model.model_runner.TappedPass`."""
+        outputs: dict[int, torch.Tensor] = dict.fromkeys(layers, torch.empty(0))
+        logits: torch.Tensor = self._head(self._norm(self._run(batch, context, len(self._layers), outputs)))
+        return logits, list(outputs.values())
+
+    def early_exit(self, early_exit: EarlyExit) -> ForwardPass:
+        """The forward pass of draft steps that end early."""
+        adapter = early_exit.adapter or (lambda normed: normed)
+
+        def forward(batch: StepBatch, context: RowContext) -> torch.Tensor:
+            logits: torch.Tensor = self._head(adapter(self._norm(self._run(batch, context, early_exit.num_layers))))
+            return logits
+
+        return forward
+
+    def _run(
+        self,
+        batch: StepBatch,
+        context: RowContext,
+        num_layers: int,
+        outputs: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What the first layers make of the rows that are wanted: [R, hidden]; `outputs` gets those of its layers."""
         hidden = self._embed(batch.token_ids[0])  # [T, hidden]
         cos, sin = self._rotary(hidden, batch.position_ids)  # [1, T, head_dim]
         half = sin.shape[-1] // 2
         # rotate_half(x) = (-x2, x1): the sign goes into the sines once a step instead of into x in every layer.
         signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0].unsqueeze(1)  # [T, 1, head_dim]
         cos = cos[0].unsqueeze(1)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers[:num_layers]):
             hidden = layer(hidden, cos, signed_sin, context)
-        rows = hidden.index_select(0, batch.logit_rows)  # [R, hidden]
-        logits: torch.Tensor = self._head(self._norm(rows))
-        return logits
+            if outputs is not None and index in outputs:
+                outputs[index] = hidden
+        return hidden.index_select(0, batch.logit_rows)  # [R, hidden]
 
 
 class _RmsNorm:

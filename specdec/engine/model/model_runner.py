@@ -7,8 +7,10 @@ device thread, one step at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -28,6 +30,37 @@ class ForwardPass(Protocol):
         ...
 
 
+class TappedPass(ForwardPass, Protocol):
+    """One that also gives what its layers put out."""
+
+    def with_outputs(
+        self, batch: StepBatch, context: PagedContext, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The logits, and the outputs [T, H] of `layers`, counted from 0 and ascending, rows as in the batch."""
+        ...
+
+
+class LocalHead(Protocol):
+    """What drafts from the outputs of a model's layers, and keeps what it needs of them in the model's cache."""
+
+    feature_layers: tuple[int, ...]
+    """Whose outputs it reads."""
+
+    def note_step(self, plan: StepPlan, hidden: Sequence[torch.Tensor], slots: torch.Tensor | None = None) -> None:
+        """A full step was run.
+
+        Args:
+            plan: of the step.
+            hidden: the outputs [T, H] of `feature_layers`.
+            slots: int64 [T], where their tokens lie; None: the rows are in the order of the plan.
+        """
+        ...
+
+    def draft(self, plan: StepPlan) -> torch.Tensor:
+        """Runs a draft step: [B, V] logits in the order of the plan."""
+        ...
+
+
 class RecordedSteps(Protocol):
     """Steps that need not be laid out to be run."""
 
@@ -39,8 +72,24 @@ class RecordedSteps(Protocol):
 class TransformersForward:
     """Any causal language model of transformers, through its own forward."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module] = ()) -> None:
+        """`layers`: of the model, where `with_outputs` is wanted."""
         self._model = model
+        self._layers = layers
+
+    def with_outputs(
+        self, batch: StepBatch, context: PagedContext, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See `TappedPass`."""
+        outputs: list[torch.Tensor] = []
+
+        def note(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+            outputs.append((output[0] if isinstance(output, tuple) else cast(torch.Tensor, output))[0])
+
+        with ExitStack() as ending:
+            for layer in layers:
+                ending.callback(self._layers[layer].register_forward_hook(note).remove)
+            return self(batch, context), outputs
 
     def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
         with attending(context):
@@ -67,9 +116,25 @@ class ModelRunner(Worker):
         dtype: torch.dtype,
         device: torch.device,
         recorded: RecordedSteps | None = None,
+        drafts: Mapping[str, ForwardPass] = MappingProxyType({}),
+        heads: Mapping[str, LocalHead] = MappingProxyType({}),
     ) -> None:
-        """`recorded`: asked first; what it does not take goes to `forward`."""
+        """
+        Args:
+            forward: full steps; with heads, one that has `with_outputs`.
+            cache: the KV pool.
+            layer_kinds: how each layer attends.
+            shape: what is told of the worker.
+            dtype: of the model.
+            device: where it is.
+            recorded: asked first; what it does not take goes to `forward`.
+            drafts: forward passes of draft steps, by the name of the local draft.
+            heads: what runs draft steps by itself, likewise.
+        """
         self.shape = shape
+        self._drafts = drafts
+        self._heads = heads
+        self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
         self._recorded = recorded
         self._forward = forward
         self._cache = cache
@@ -83,17 +148,32 @@ class ModelRunner(Worker):
         with torch.inference_mode():
             if plan.block_copies:
                 self._cache.copy_blocks(plan.block_copies)
-            logits = None if self._recorded is None else self._recorded.run(plan.slices)
-            if logits is None:
-                batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
-                context = PagedContext(batch, self._cache, self._kind_of_layer)
-                logits = self._forward(batch, context)[:, : self.shape.vocabulary_size]
+            logits = self._run(plan)[:, : self.shape.vocabulary_size]
         if logits.is_cuda and not len(logits):
             # Nothing of the step will be read back: unless waited for, it would be timed, and delay calls, with the
             # next one.
             torch.cuda.synchronize(logits.device)
         # Copied outside inference mode: callers may write into what they get.
         return logits.to(torch.float32, copy=True)
+
+    def _run(self, plan: StepPlan) -> torch.Tensor:
+        """[R, at least vocabulary_size] logits in the model's dtype."""
+        if plan.local_draft in self._heads:
+            return self._heads[plan.local_draft].draft(plan)
+        if self._recorded is not None and not plan.local_draft:
+            logits = self._recorded.run(plan.slices)
+            if logits is not None:
+                return logits
+        batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
+        context = PagedContext(batch, self._cache, self._kind_of_layer)
+        if plan.local_draft:
+            return self._drafts[plan.local_draft](batch, context)
+        if not self._heads:
+            return self._forward(batch, context)
+        logits, outputs = cast(TappedPass, self._forward).with_outputs(batch, context, self._tapped)
+        for head in self._heads.values():
+            head.note_step(plan, [outputs[self._tapped.index(layer)] for layer in head.feature_layers], batch.slots)
+        return logits
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""

@@ -1,6 +1,6 @@
 // What a caller lays out: weights in panels, a batch of ragged sequences over a paged cache.
 //
-// `specdec.engine.native.runner` has the same structures, field by field. Nothing is computed here.
+// `specdec.engine.native.structures` has the same structures, field by field. Nothing is computed here.
 
 #pragma once
 
@@ -70,6 +70,8 @@ struct Model {
     float epsilon;     // of the norms
     float qk_epsilon;  // of the norms of queries and keys
     float scaling;     // of attention scores
+    const int64_t* tapped;  // [num_tapped], ascending: layers whose outputs are wanted
+    int64_t num_tapped;
 };
 
 struct Batch {
@@ -92,5 +94,6 @@ struct Batch {
     float* row_scales;            // [tokens]
     float* scores;                // [num_threads, MAX_QUERIES, longest context in whole blocks]
     int64_t scores_width;
-    float* logits;  // [logit_rows, padded outputs of the head]
+    float* logits;   // [logit_rows, padded outputs of the head]
+    float* outputs;  // [num_tapped, tokens, hidden]
 };

@@ -8,9 +8,10 @@ models that calculate in float32, on a CPU (`NativeRunner.fits`). Called by `eng
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, c_int
 from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -21,9 +22,12 @@ from transformers import PreTrainedModel
 
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.model_runner import LocalHead
+from specdec.engine.native.structures import Batch, Layer, Model, Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 from specdec.types import BLOCK_TOKENS
 
@@ -32,78 +36,6 @@ _LARGEST_INT8 = 127
 _ZERO_BYTE = 128
 #: Beyond, the sums of an output's products would leave 32 bits.
 _MOST_INT8_INPUTS = (1 << 31) // (255 * _LARGEST_INT8)
-
-
-class _Product(Structure):
-    _fields_ = [
-        ("weights", c_void_p),
-        ("format", c_int64),
-        ("scales", c_void_p),
-        ("offsets", c_void_p),
-        ("bias", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-    ]
-
-
-class _Layer(Structure):
-    _fields_ = [
-        ("qkv", _Product),
-        ("output", _Product),
-        ("gate_up", _Product),
-        ("down", _Product),
-        ("attention_gains", c_void_p),
-        ("mlp_gains", c_void_p),
-        ("qk_gains", c_void_p),
-        ("cache", c_void_p),
-        ("window", c_int64),
-    ]
-
-
-class _Model(Structure):
-    _fields_ = [
-        ("layers", POINTER(_Layer)),
-        ("num_layers", c_int64),
-        ("hidden", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("mlp", c_int64),
-        ("embeddings", c_void_p),
-        ("embedding_format", c_int64),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
-        ("final_gains", c_void_p),
-        ("head", _Product),
-        ("epsilon", c_float),
-        ("qk_epsilon", c_float),
-        ("scaling", c_float),
-    ]
-
-
-class _Batch(Structure):
-    _fields_ = [
-        ("tokens", c_int64),
-        ("sequences", c_int64),
-        ("logit_rows", c_int64),
-        ("first_row", c_void_p),
-        ("start", c_void_p),
-        ("tables", c_void_p),
-        ("table_offset", c_void_p),
-        ("rows_wanted", c_void_p),
-        ("token_ids", c_void_p),
-        ("hidden", c_void_p),
-        ("normed", c_void_p),
-        ("qkv", c_void_p),
-        ("attended", c_void_p),
-        ("gate_up", c_void_p),
-        ("high", c_void_p),
-        ("low", c_void_p),
-        ("row_scales", c_void_p),
-        ("scores", c_void_p),
-        ("scores_width", c_int64),
-        ("logits", c_void_p),
-    ]
 
 
 def _require_range(values: Sequence[int], size: int, what: str, of_what: str) -> None:
@@ -129,6 +61,8 @@ class NativeRunner(Worker):
         cache: KvCache,
         kinds: list[AttentionKind],
         shape: ModelShape,
+        exits: Mapping[str, EarlyExit] = MappingProxyType({}),
+        heads: Mapping[str, LocalHead] = MappingProxyType({}),
         *,
         is_int8: bool,
         is_compact: bool,
@@ -141,13 +75,15 @@ class NativeRunner(Worker):
             cache: the KV pool.
             kinds: how each layer attends.
             shape: what is told of the worker.
+            exits: where draft steps end, by the name of the local draft.
+            heads: what runs draft steps by itself, likewise.
             is_int8: round the layers' weights to integers.
             is_compact: keep weights in the shortest format that holds them exactly; the logits have the same bits
                 either way.
         """
         self.shape = shape
         self._library = library
-        library.specdec_step.argtypes = [POINTER(_Model), POINTER(_Batch), c_int]
+        library.specdec_step.argtypes = [POINTER(Model), POINTER(Batch), c_int]
         self._cache = cache
         self._panel: int = library.specdec_panel()
         self._group: int = library.specdec_group()
@@ -156,7 +92,12 @@ class NativeRunner(Worker):
         self._num_embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._is_compact = is_compact
         self._model = self._describe_model(model, kinds, is_int8)
-        self._batch = _Batch()
+        self._heads = heads
+        self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
+        self._drafts = {name: self._describe_exit(early_exit, model.lm_head) for name, early_exit in exits.items()}
+        self._model.num_tapped = len(self._tapped)
+        self._model.tapped = self._keep(torch.tensor(self._tapped, dtype=torch.int64))
+        self._batch = Batch()
         self._numbers = np.empty(0, dtype=np.int64)
         """What `_batch` points into, as it does into the next."""
         self._scratch = torch.empty(0)
@@ -187,17 +128,34 @@ class NativeRunner(Worker):
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
         slices, batch = plan.slices, self._batch
+        if plan.local_draft in self._heads:
+            self._check(slices)
+            with torch.inference_mode():
+                return self._heads[plan.local_draft].draft(plan).to(torch.float32, copy=True)
+        model = self._drafts[plan.local_draft] if plan.local_draft else self._model
         self._check(slices)
         self._numbers = self._place_numbers(slices)
         num_threads = torch.get_num_threads()
         longest = max(piece.start + len(piece.token_ids) for piece in slices)
         self._place_scratch(batch.tokens, longest, num_threads)
-        logits = torch.empty(batch.logit_rows, self._padded(self._model.head.outputs))
+        logits = torch.empty(batch.logit_rows, self._padded(model.head.outputs))
         batch.logits = logits.data_ptr()
+        outputs = None
+        if model.num_tapped:
+            outputs = torch.empty(model.num_tapped, batch.tokens, model.hidden)
+            batch.outputs = outputs.data_ptr()
         if plan.block_copies:
             self._cache.copy_blocks(plan.block_copies)
-        self._library.specdec_step(ctypes.byref(self._model), ctypes.byref(batch), num_threads)
+        self._library.specdec_step(ctypes.byref(model), ctypes.byref(batch), num_threads)
+        if outputs is not None:
+            self._tell_heads(plan, outputs)
         return logits[:, : self.shape.vocabulary_size].contiguous()
+
+    def _tell_heads(self, plan: StepPlan, outputs: torch.Tensor) -> None:
+        """outputs [tapped layers, T, hidden] of a full step."""
+        with torch.inference_mode():
+            for head in self._heads.values():
+                head.note_step(plan, [outputs[self._tapped.index(layer)] for layer in head.feature_layers])
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""
@@ -277,10 +235,10 @@ class NativeRunner(Worker):
             address += size * self._scratch.itemsize
         self._placed = tokens, scores_width, num_threads
 
-    def _describe_model(self, model: PreTrainedModel, kinds: list[AttentionKind], is_int8: bool) -> _Model:
+    def _describe_model(self, model: PreTrainedModel, kinds: list[AttentionKind], is_int8: bool) -> Model:
         inner = model.model
         first = inner.layers[0].self_attn
-        layers = (_Layer * len(inner.layers))()
+        layers = (Layer * len(inner.layers))()
         for index, kind in enumerate(kinds):
             layers[index] = self._describe_layer(inner.layers[index], index, kind, is_int8)
             inner.layers[index] = nn.Identity()
@@ -292,7 +250,7 @@ class NativeRunner(Worker):
         if self._is_compact:
             embeddings = halved(embeddings)
         self._layers = layers
-        return _Model(
+        return Model(
             layers=layers,
             num_layers=len(layers),
             hidden=first.q_proj.in_features,
@@ -312,7 +270,19 @@ class NativeRunner(Worker):
             scaling=first.scaling,
         )
 
-    def _describe_layer(self, layer: LlamaLayer, index: int, kind: AttentionKind, is_int8: bool) -> _Layer:
+    def _describe_exit(self, early_exit: EarlyExit, head: nn.Linear) -> Model:
+        """The same model with fewer layers, and the adapter multiplied into its head."""
+        short = Model.from_buffer_copy(self._model)
+        short.num_layers = early_exit.num_layers  # and no layer tapped
+        if early_exit.adapter is not None:
+            adapted = nn.Linear(head.in_features, head.out_features, device="meta")
+            weight, bias = early_exit.adapter.of_head(head.weight.detach(), head.bias)
+            adapted.weight = nn.Parameter(weight, requires_grad=False)
+            adapted.bias = nn.Parameter(bias, requires_grad=False)
+            short.head = self._describe_product([adapted], is_int8=False)
+        return short
+
+    def _describe_layer(self, layer: LlamaLayer, index: int, kind: AttentionKind, is_int8: bool) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         qk_gains = None
         if has_qk_norm(attention):
@@ -320,7 +290,7 @@ class NativeRunner(Worker):
             kv_heads = attention.k_proj.out_features // attention.head_dim
             q, k = attention.q_norm.weight, attention.k_norm.weight
             qk_gains = self._keep(torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1))))
-        return _Layer(
+        return Layer(
             qkv=self._describe_product([attention.q_proj, attention.k_proj, attention.v_proj], is_int8),
             output=self._describe_product([attention.o_proj], is_int8),
             gate_up=self._describe_product([mlp.gate_proj, mlp.up_proj], is_int8),
@@ -332,7 +302,7 @@ class NativeRunner(Worker):
             window=kind.window or 0,
         )
 
-    def _describe_product(self, linears: list[nn.Linear], is_int8: bool) -> _Product:
+    def _describe_product(self, linears: list[nn.Linear], is_int8: bool) -> Product:
         """One product whose outputs are those of several layers that share their input, side by side."""
         weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
         outputs, inputs = weight.shape
@@ -349,7 +319,7 @@ class NativeRunner(Worker):
             packed = groups.transpose(1, 2)
         else:
             format_, packed = (pack_shortest if self._is_compact else pack)(self._pad(weight), self._panel)
-        return _Product(
+        return Product(
             weights=self._keep(packed), format=format_, scales=scales, offsets=offsets, bias=bias,
             inputs=inputs, outputs=outputs,
         )  # fmt: skip

@@ -112,6 +112,15 @@ void run_layer(const Model& model, const Layer& layer, const Batch& batch, float
     apply(layer.down, batch, batch.gate_up, wide, tokens, batch.hidden, hidden, Into::add);
 }
 
+// A layer's outputs, copied for the caller.
+void hand_out(const Model& model, const Batch& batch, int64_t tap) {
+    const int64_t width = model.hidden;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < batch.tokens; ++row)
+        std::memcpy(batch.outputs + (tap * batch.tokens + row) * width, batch.hidden + row * width,
+                    width * sizeof(float));
+}
+
 }  // namespace
 
 extern "C" {
@@ -136,8 +145,10 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < batch->tokens; ++row)
             embed(*model, batch->token_ids[row], batch->hidden + row * model->hidden);
-        for (int64_t layer = 0; layer < model->num_layers; ++layer)
+        for (int64_t layer = 0, tap = 0; layer < model->num_layers; ++layer) {
             run_layer(*model, model->layers[layer], *batch, scores);
+            if (tap < model->num_tapped && model->tapped[tap] == layer) hand_out(*model, *batch, tap++);
+        }
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < batch->logit_rows; ++row)
             normalise(batch->hidden + batch->rows_wanted[row] * model->hidden, model->final_gains, model->hidden,

@@ -69,7 +69,7 @@ class Scheduler:
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
         prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
     ) -> None:
-        self._max_step_tokens = max_step_tokens
+        self.max_step_tokens = max_step_tokens
         self._prefill_budget_s = prefill_budget_s
         self._prefill_share = max(1, max_step_tokens // _PREFILL_SHARE)
         self._times = StepTimes()
@@ -94,7 +94,7 @@ class Scheduler:
         long = [(index, job) for index, job in indexed if not is_short(job)]
         prefill_share = min(self._prefill_share, sum(job.num_pending for _, job in long))
         chunks: list[StepChunk] = []
-        budget = self._max_step_tokens - prefill_share
+        budget = self.max_step_tokens - prefill_share
         num_context_tokens = 0
         for index, job in sorted(short, key=lambda entry: entry[1].last_step):
             if job.num_pending > budget and chunks:
@@ -129,7 +129,7 @@ class Scheduler:
 
     def predict_replay_s(self, num_tokens: int, kv_len: int) -> float:
         """Seconds to run the next tokens of a prompt, alone on the device; 0 before that was measured."""
-        return self._times.replay_s(num_tokens, kv_len, self._max_step_tokens)
+        return self._times.replay_s(num_tokens, kv_len, self.max_step_tokens)
 
     def _share_prefill(self, jobs: Sequence[Schedulable], max_tokens: int, budget_s: float) -> list[int]:
         """Tokens for each prompt, 0 or more: block by block, in turns of the oldest and the shortest one left."""

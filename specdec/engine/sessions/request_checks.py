@@ -58,7 +58,7 @@ def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
     """Digest of everything a request asks; two calls of one round with equal digests ask the same."""
     asked = request.position
     filters = asked.filters
-    scalars = (
+    scalars: tuple[object, ...] = (
         asked.start,
         asked.prefix_hash,
         (filters.temperature, filters.top_p, filters.top_k, filters.min_p),
@@ -71,6 +71,8 @@ def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
     arrays = [asked.token_ids]
     if isinstance(request, VerifyRequest):
         arrays += [request.draft_token_ids, *request.support_ids]
+        if request.local_draft is not None:
+            scalars = (*scalars, (request.local_draft.pool, request.local_draft.gamma))
     digest = hashlib.blake2b(repr(scalars).encode(), digest_size=_DIGEST_BYTES)
     for array in arrays:
         digest.update(len(array).to_bytes(4, "little"))

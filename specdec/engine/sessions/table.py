@@ -111,7 +111,7 @@ class SessionTable:
         if not self.knows_start(sequence, request):
             self._miss(sequence, request)
         sequence.pinned_until_s = float("-inf")
-        keep = request.start + _common_length(sequence.token_ids[request.start :], request.token_ids)
+        keep = request.start + common_length(sequence.token_ids[request.start :], request.token_ids)
         sequence.truncate_to(min(keep, request.committed_len - 1), self.blocks)
         sequence.append(request.token_ids[len(sequence) - request.start :])
         sequence.confirmed_len = request.committed_len
@@ -291,7 +291,7 @@ def _is_evictable(sequence: Sequence, now_s: float) -> bool:
     return not sequence.in_flight and sequence.pinned_until_s <= now_s
 
 
-def _common_length(ours: TokenIds, theirs: TokenIds) -> int:
+def common_length(ours: TokenIds, theirs: TokenIds) -> int:
     """Length of the longest common prefix."""
     length = min(len(ours), len(theirs))
     different = np.flatnonzero(ours[:length] != theirs[:length])

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-import target_service.verifier
+import target_service.program
 from specdec.engine.logits import filters
 from specdec.errors import Internal
 from specdec.types import DrawRule, SamplingFilters, Verification, VerifyRequest
@@ -42,7 +42,7 @@ async def test_a_step_of_many_rows_is_answered_in_batches_of_bounded_size(
     sizes: list[int] = []
     make_distributions = filters.filtered_distributions
     monkeypatch.setattr(
-        target_service.verifier,
+        target_service.program,
         "filtered_distributions",
         lambda logits, contexts: sizes.append(len(logits)) or make_distributions(logits, contexts),
     )

@@ -1,0 +1,123 @@
+"""Rows 33 and 34 of suite `drafts`: a target that drafts with its own first layers.
+
+Row 33 compares one trip with two: the remote draft is a checkpoint of the same first layers, so that both draft the
+same tokens by the same arithmetic, and what differs is where. Its ideal is the time of a round's steps alone, draft
+steps and verification, run in a process of its own. Row 34 is what early exit gains over no draft at all. The target is
+`deep(18, 0.02)`, greedy, one stream. Not here: drafts found in text (`drafts`, which alone calls this).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.bare import BareProcess
+from bench.models import DEMO, first_layers
+from bench.pairs import interleave, median_ratio
+from bench.report import progress
+from bench.rows import Origin, Row
+from bench.system import RunningSystem, SystemRun, acceptance, emitted_per_round
+from bench.workload import NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
+
+SUITE = "drafts"
+CASE = "deep(18, 0.02), greedy, 1 stream"
+LOCAL, REMOTE, TARGET_ONLY = "early_exit", "first_layers_remote", "target_only"
+NUM_LAYERS = 3
+GAMMA = 4
+NUM_QUICK_PROMPTS = 3
+ADAPTER = DEMO / "early_exit"
+#: Where in its context a round of the ideal stands: about the middle of an output.
+CONTEXT_TOKENS = 256
+
+
+def measure(folder: Path, target_dir: Path, quick: bool) -> list[Row]:
+    """Runs all three systems, and the steps alone.
+
+    Args:
+        folder: for checkpoints.
+        target_dir: the deep target.
+        quick: a few prompts only.
+    """
+    first_dir = first_layers(target_dir, folder / "first", NUM_LAYERS)
+    prompts = prompt_token_ids(target_dir)
+    prompts = prompts[: NUM_QUICK_PROMPTS + 1] if quick else prompts
+    adapter = f":{ADAPTER}" if ADAPTER.is_dir() else ""
+    # At first what both do alike; the adapter afterwards, in row 34 alone.
+    local = (f"{LOCAL}=early-exit:{NUM_LAYERS}", f"adapted=early-exit:{NUM_LAYERS}{adapter}")
+    with (
+        RunningSystem(target_dir, None, lookup=local) as ours,
+        RunningSystem(target_dir, first_dir) as remote,
+        RunningSystem(target_dir, None) as alone,
+    ):
+        options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0}
+        systems: dict[str, Callable[[list[int]], SystemRun]] = {
+            LOCAL: partial(ours.run, gamma=GAMMA, draft_pool=LOCAL, **options),
+            REMOTE: partial(remote.run, gamma=GAMMA, **options),
+            "adapted": partial(ours.run, draft_pool="adapted", **options),
+            TARGET_ONLY: partial(alone.run, mode="off", **options),
+        }
+        with progress("early exit", len(prompts) * len(systems)) as advance:
+            interleave(prompts[:1], systems, advance)
+            runs = interleave(prompts[1:], systems, advance)
+    ideal_s = _ideal_round_s(target_dir, first_dir)
+    row = partial(Row, suite=SUITE, origin=Origin(), quick=quick)
+    return [*_trip_rows(row, runs, ideal_s), *_gain_rows(row, runs, bool(adapter))]
+
+
+def _ideal_round_s(target_dir: Path, first_dir: Path) -> float:
+    """Seconds of a round's steps and of nothing else."""
+    models = {"target": (target_dir, "auto"), "first": (first_dir, "auto")}
+    with BareProcess(models, NUM_THREADS) as bare:
+        draft_s = bare.step_s("first", CONTEXT_TOKENS, 1)
+        return GAMMA * draft_s + bare.step_s("target", CONTEXT_TOKENS, GAMMA + 1)
+
+
+def _trip_rows(row: Callable[..., Row], runs: dict[str, list[SystemRun]], ideal_s: float) -> list[Row]:
+    """Row 33."""
+    row = partial(row, case=f"{CASE}, {NUM_LAYERS} layers, gamma {GAMMA}")
+    round_s = {name: [_steady_round_s(run) for run in runs[name]] for name in (LOCAL, REMOTE)}
+    above_s = {name: [seconds - ideal_s for seconds in measured] for name, measured in round_s.items()}
+    ratio = median_ratio(above_s[LOCAL], above_s[REMOTE])
+    rows = [
+        row(
+            row=33, system=LOCAL, metric="round_above_ideal_ratio", value=ratio.median, unit="x", ratio_to=REMOTE,
+            low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, at_most=0.6,
+        ),
+        row(row=None, system="steps alone", metric="ideal_round_ms", value=ideal_s * 1e3, unit="ms"),
+    ]  # fmt: skip
+    for name, measured in round_s.items():
+        trips = [1 + (name == REMOTE) * (1 - run.stats.num_target_only_steps / run.stats.num_rounds)
+                 for run in runs[name]]  # fmt: skip
+        rows += [
+            row(row=None, system=name, metric="round_ms", value=float(np.median(measured)) * 1e3, unit="ms"),
+            row(row=None, system=name, metric="trips_per_round", value=float(np.mean(trips)), unit=""),
+            row(row=None, system=name, metric="alpha", value=acceptance(runs[name]), unit=""),
+        ]
+    return rows
+
+
+def _gain_rows(row: Callable[..., Row], runs: dict[str, list[SystemRun]], has_adapter: bool) -> list[Row]:
+    """Row 34."""
+    row = partial(row, case=f"{CASE}, {NUM_LAYERS} layers{' with adapter' if has_adapter else ''}")
+    rates = {name: [len(run.token_ids) / run.e2el_s for run in runs[name]] for name in ("adapted", TARGET_ONLY)}
+    ratio = median_ratio(rates["adapted"], rates[TARGET_ONLY])
+    same = [ours.token_ids == own.token_ids for ours, own in zip(runs["adapted"], runs[TARGET_ONLY], strict=True)]
+    figures = {
+        "alpha": acceptance(runs["adapted"]),
+        "tau": emitted_per_round(runs["adapted"]),
+        "texts_equal_to_target_only": float(np.mean(same)),
+    }
+    return [
+        row(
+            row=34 if has_adapter else None, system=LOCAL, metric="tokens_per_s_ratio", value=ratio.median, unit="x",
+            ratio_to=TARGET_ONLY, low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
+            required=1.3 if has_adapter else None,
+        ),
+        *(row(row=None, system=LOCAL, metric=metric, value=value, unit="") for metric, value in figures.items()),
+    ]  # fmt: skip
+
+
+def _steady_round_s(run: SystemRun) -> float:
+    """Seconds a round, the first one left out."""
+    return (run.e2el_s - run.ttft_s) / (run.stats.num_rounds - 1)

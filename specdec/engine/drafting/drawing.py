@@ -1,0 +1,219 @@
+"""From a step's logit rows to draft tokens: the one place that says what q was.
+
+q is what was sampled: the distribution is filtered, cut to a support and rounded to integers first, and the token is
+drawn from those very integers. Sessions at different depths of their drafts share steps; each row is drawn from its own
+counter-based stream, so the company does not matter.
+
+Not here: which model the logits are of (a draft's own, a target's first layers or heads), requests and answers, whether
+tokens are accepted (the coordinator). Called by the draft service's `drafting` and the target service's `program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from specdec.core.random import DrawKey, Stream, index_at_uniform
+from specdec.core.sparse import draw_from_support
+from specdec.engine.logits.filters import (
+    FilterContext,
+    filtered_distributions,
+    greedy_choices,
+    processed_logits,
+    split_batches,
+)
+from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.logits.transfer import to_host
+from specdec.engine.loop.job import Job, RowKind, row_kind
+from specdec.types import Proposal, SamplingFilters, Support
+
+
+@dataclass(slots=True)
+class Draft:
+    """What one job has drafted so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    supports: list[Support] = field(default_factory=list)
+    lost_mass: list[float] = field(default_factory=list)
+    likeliest: list[list[int]] = field(default_factory=list)
+    """The likeliest tokens at each position, best first, the drawn one perhaps among them."""
+
+    def cut(self, num_draft_tokens: int) -> None:
+        """Keeps the first tokens only."""
+        for column in (self.token_ids, self.supports, self.lost_mass, self.likeliest):
+            del column[num_draft_tokens:]
+
+    def is_complete(self, gamma: int, filters: SamplingFilters) -> bool:
+        """Whether it has `gamma` tokens, or ends with an end token.
+
+        Stopping after an end token is exact: it is decided by the tokens already drawn.
+        """
+        return len(self.token_ids) >= gamma or self.token_ids[-1] in filters.end_token_ids
+
+    def proposal(self, *, kv_len: int, num_cached_tokens: int, forward_s: float) -> Proposal:
+        """The answer that it makes; the arguments as in `Proposal`."""
+        return Proposal(
+            draft_token_ids=np.array(self.token_ids, dtype=np.uint32),
+            supports=tuple(self.supports),
+            lost_mass=tuple(self.lost_mass),
+            kv_len=kv_len,
+            num_cached_tokens=num_cached_tokens,
+            forward_s=forward_s,
+        )
+
+
+class Drawing:
+    """Turns logit rows into draft tokens. Device thread only."""
+
+    def __init__(self, *, s_max: int, coverage: float, num_likeliest: int = 0) -> None:
+        """
+        Args:
+            s_max: most entries of a support.
+            coverage: share of the distribution a support covers.
+            num_likeliest: how many of the likeliest tokens a draft notes at each position.
+        """
+        self._s_max = s_max
+        self._coverage = coverage
+        self._num_likeliest = num_likeliest
+        self._draw = {
+            RowKind.GREEDY: self._draw_greedy,
+            RowKind.COUPLED: self._draw_coupled,
+            RowKind.DISTRIBUTION: self._draw_sampled,
+        }
+        self._guess = {
+            RowKind.GREEDY: _greedy_scores,
+            RowKind.COUPLED: _coupled_scores,
+            RowKind.DISTRIBUTION: _bonus_scores,
+        }
+
+    def draw(self, jobs: Sequence[Job], logits: StepLogits, *, is_noted: bool = True) -> None:
+        """Draws one token a job from its row of `logits` and adds it to the draft in `job.progress`.
+
+        Args:
+            jobs: of rounds that draft.
+            logits: a row a job.
+            is_noted: whether the drafts note the likeliest tokens.
+        """
+        num_likeliest = self._num_likeliest if is_noted else 0
+        for kind, drawn_by, rows in _batches(jobs, logits.num_tokens):
+            for job in drawn_by:
+                job.progress = job.progress or Draft()
+            token_ids = self._draw[kind](drawn_by, logits.select(rows), num_likeliest)
+            for job, token_id in zip(drawn_by, token_ids, strict=True):
+                job.progress.token_ids.append(token_id)
+
+    def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
+        """The tokens that the target is likeliest to put after each job's last draft token, best first.
+
+        Args:
+            jobs: of rounds whose draft tokens have all run.
+            logits: a row a job.
+        """
+        guesses: dict[Job, list[int]] = {}
+        for kind, guessed_for, rows in _batches(jobs, logits.num_tokens):
+            scores = self._guess[kind](guessed_for, logits.select(rows).values)
+            guesses.update(zip(guessed_for, _likeliest(scores, self._num_likeliest), strict=True))
+        return [guesses[job] for job in jobs]
+
+    def cut(self, distributions: torch.Tensor) -> Sequence[tuple[Support, float]]:
+        """What drafts are drawn from, of distributions (float64 [R, V]): supports, each with the mass outside it."""
+        return cut_supports(distributions, self._s_max, self._coverage)
+
+    def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
+        if num_likeliest:
+            _note(jobs, _likeliest(_greedy_scores(jobs, logits.values), num_likeliest))
+        return greedy_choices(logits, [_context(job) for job in jobs])
+
+    def _draw_coupled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
+        token_ids: list[int]
+        if num_likeliest:
+            scores = _coupled_scores(jobs, logits.values)
+            _note(jobs, _likeliest(scores, num_likeliest))
+            token_ids = scores.argmax(dim=-1).tolist()
+        else:
+            token_ids, _ = coupled_choices(*_coupled_rows(jobs, logits.values))
+        return token_ids
+
+    def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
+        distributions = filtered_distributions(logits.values, [_context(job) for job in jobs])
+        token_ids = []
+        for job, (support, lost_mass) in zip(jobs, self.cut(distributions), strict=True):
+            token_ids.append(draw_from_support(support, _draw_key(job), len(job.progress.token_ids)))
+            job.progress.supports.append(support)
+            job.progress.lost_mass.append(lost_mass)
+            if num_likeliest:
+                best = np.argsort(support.weights, kind="stable")[: -num_likeliest - 1 : -1]
+                job.progress.likeliest.append(support.token_ids[best].tolist())
+        return token_ids
+
+
+def _batches(jobs: Sequence[Job], num_tokens: int) -> list[tuple[RowKind, list[Job], list[int]]]:
+    """Jobs whose rows are treated alike, in batches of bounded size, each with the indices of its rows."""
+    rows_of: dict[RowKind, list[int]] = {}
+    for row, job in enumerate(jobs):
+        rows_of.setdefault(row_kind(job.call.position), []).append(row)
+    return [
+        (kind, [jobs[row] for row in rows], rows)
+        for kind, rows_of_kind in rows_of.items()
+        for rows in split_batches(rows_of_kind, lambda _: 1, num_tokens)
+    ]
+
+
+def _greedy_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
+    contexts = [_context(job) for job in jobs]
+    return processed_logits(logits, contexts) if any(c.changes_logits for c in contexts) else logits
+
+
+def _coupled_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
+    return coupled_scores(*_coupled_rows(jobs, logits))
+
+
+def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
+    """Laws, seeds, turns and positions: what a coupled token is drawn from."""
+    return (
+        filtered_distributions(logits, [_context(job) for job in jobs]),
+        [job.call.position.seed for job in jobs],
+        [job.call.position.turn for job in jobs],
+        [len(job.token_ids) for job in jobs],
+    )
+
+
+def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
+    """q at the bonus position, and above all the token that q gives where the target draws its bonus token from p."""
+    distributions = filtered_distributions(logits, [_context(job) for job in jobs])
+    uniforms = [
+        _draw_key(job).uniform(len(job.token_ids) - job.call.position.committed_len, Stream.BONUS) for job in jobs
+    ]
+    for distribution, uniform in zip(distributions, uniforms, strict=True):
+        distribution[index_at_uniform(distribution.cpu().numpy(), uniform)] = 1.0
+    return distributions.log_()
+
+
+def _likeliest(scores: torch.Tensor, num: int) -> list[list[int]]:
+    """Ids of the highest scores of each row, best first; impossible tokens are left out.
+
+    Which of equal scores come first is not defined: these are guesses, and every draft step waits for them.
+    """
+    values, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
+    return [
+        [token_id for token_id, value in zip(*row, strict=True) if value > -np.inf]
+        for row in zip(*(column.tolist() for column in to_host(ids, values)), strict=True)
+    ]
+
+
+def _note(jobs: Sequence[Job], likeliest: list[list[int]]) -> None:
+    for job, token_ids in zip(jobs, likeliest, strict=True):
+        job.progress.likeliest.append(token_ids)
+
+
+def _context(job: Job) -> FilterContext:
+    return FilterContext(job.call.position.filters, job.token_ids, job.call.position.output_start)
+
+
+def _draw_key(job: Job) -> DrawKey:
+    asked = job.call.position
+    return DrawKey(asked.seed, asked.turn, asked.committed_len)

@@ -1,0 +1,153 @@
+"""Early exit: a target's first layers with its own norm and head, as a draft of its own output.
+
+A draft step runs layers 0 to K - 1 over the same paged KV as a full step, writes theirs of the tokens it runs, and the
+full step that verifies them writes the same numbers again. Nothing is kept beside. An adapter, if there is one, maps
+what the norm gives before the head reads it. Not here: which steps run (`engine.loop`), native kernels
+(`engine.native.runner`). Called by `engine.loader`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.local_drafts import LocalDraftSpec
+
+_ADAPTER_FILE = "adapter.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An affine map between norm and head."""
+
+    weight: torch.Tensor  # [H, H]
+    bias: torch.Tensor  # [H]
+
+    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]"""
+        return nn.functional.linear(normed, self.weight, self.bias)
+
+    def of_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight [V, H] and bias [V] of a head that gives of a norm's output what `head` gives of the adapted one."""
+        shift = weight @ self.bias
+        return weight @ self.weight, shift if bias is None else shift + bias
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyExit:
+    """Where a draft step ends."""
+
+    num_layers: int
+    """That it runs; fewer than the model has."""
+    adapter: Adapter | None = None
+
+
+def load_early_exit(spec: LocalDraftSpec, model: PreTrainedModel) -> EarlyExit:
+    """Reads what an early exit of a model needs.
+
+    Raises:
+        InvalidRequest: the model has no such layer before its last, or the adapter is missing or does not fit.
+    """
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if not 1 <= spec.num_layers < num_layers:
+        raise InvalidRequest(
+            f"local draft {spec}: the target has {num_layers} layers, an early exit takes 1 to {num_layers - 1}",
+            field="local_draft",
+        )
+    return EarlyExit(spec.num_layers, _load_adapter(spec, model) if spec.path else None)
+
+
+def _load_adapter(spec: LocalDraftSpec, model: PreTrainedModel) -> Adapter:
+    path = Path(spec.path)
+    path = path / _ADAPTER_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise InvalidRequest(f"local draft {spec}: there is no {path}", field="local_draft")
+    try:
+        with safe_open(path, framework="pt") as file:
+            made_for = (file.metadata() or {}).get("num_layers", str(spec.num_layers))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InvalidRequest(f"local draft {spec}: {path} is no safetensors file", field="local_draft") from error
+    if made_for != str(spec.num_layers):
+        raise InvalidRequest(f"local draft {spec}: {path} is for {made_for[:16]} layers", field="local_draft")
+    width = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != {"weight": (width, width), "bias": (width,)}:
+        raise InvalidRequest(
+            f"local draft {spec}: {path} holds {shapes}, not weight {(width, width)} and bias {(width,)}",
+            field="local_draft",
+        )
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise InvalidRequest(f"local draft {spec}: {path} holds numbers that are not finite", field="local_draft")
+    placed = {name: tensor.to(device=model.device, dtype=model.dtype) for name, tensor in tensors.items()}
+    return Adapter(placed["weight"], placed["bias"])
+
+
+def shortened(model: PreTrainedModel, early_exit: EarlyExit) -> PreTrainedModel:
+    """A model of the same modules that runs the first layers only: a forward pass of transformers' own for draft steps.
+
+    Raises:
+        Unsupported: its layers are not one list of modules.
+    """
+    inner = model.base_model
+    name, layers = _layers_of(model)
+    short_list = nn.ModuleList(list(layers)[: early_exit.num_layers])
+    head = model.get_output_embeddings()
+    replaced: dict[nn.Module, nn.Module] = {inner: _with_modules(inner, {name: short_list})}
+    if early_exit.adapter is not None:
+        replaced[head] = _AdaptedHead(early_exit.adapter, head)
+    children = {name: replaced[child] for name, child in model.named_children() if child in replaced}
+    if len(children) != len(replaced):
+        raise _unknown(model)
+    short: PreTrainedModel = _with_modules(model, children)  # type: ignore[assignment]
+    return short
+
+
+class _AdaptedHead(nn.Module):
+    """A head behind an adapter."""
+
+    def __init__(self, adapter: Adapter, head: nn.Module) -> None:
+        super().__init__()
+        self._adapter = adapter
+        self._head = head
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._head(self._adapter(normed))
+        return logits
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """A model's decoder layers. Raises Unsupported: they are not one list of modules."""
+    return _layers_of(model)[1]
+
+
+def _layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The list of a model's decoder layers, and what it is called."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = [
+        (name, child)
+        for name, child in model.base_model.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers
+    ]
+    if len(lists) != 1:
+        raise _unknown(model)
+    return lists[0]
+
+
+def _unknown(model: PreTrainedModel) -> Unsupported:
+    return Unsupported(f"local drafts are not known of a model of type {model.config.model_type}", field="local_draft")
+
+
+def _with_modules(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
+    """The same module with other children; the given one is not touched."""
+    changed = copy.copy(module)
+    changed._modules = {**module._modules, **children}
+    return changed

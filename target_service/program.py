@@ -1,0 +1,216 @@
+"""From a step's logit rows to verifications, and to the draft tokens of calls that draft here: the target's program.
+
+The answer for L draft tokens is L + 1 rows, the last one for the bonus token. Not here: requests and answers' way in
+and out (`verifier`), how a draft token is drawn (`specdec.engine.drafting.drawing`), the decision (the coordinator).
+Called by the engine loop on the device thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.core.random import DrawKey
+from specdec.engine.drafting.drawing import Draft, Drawing
+from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.loop.job import Job, Program, RowKind, row_kind
+from specdec.engine.sessions.answer_count import AnswerCount, OtherAnswers
+from specdec.types import DistributionRow, LogitRow, Proposal, TokenIds, Verification, VerifyRequest
+
+_NO_TOKENS = np.empty(0, dtype=np.uint32)
+_NO_PROBABILITIES = np.empty(0, dtype=np.float64)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The logit rows of one job, and what is said of them."""
+
+    job: Job
+    first: int
+    """Index of the job's first row in the step."""
+    choice_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
+    choice_probabilities: NDArray[np.float64] = field(default_factory=lambda: _NO_PROBABILITIES)
+    distribution_rows: tuple[DistributionRow, ...] = ()
+    logit_rows: tuple[LogitRow, ...] = ()
+
+    @property
+    def request(self) -> VerifyRequest:
+        request = self.job.call.request
+        assert isinstance(request, VerifyRequest)  # this service takes nothing else
+        return request
+
+    @property
+    def draft(self) -> Draft | None:
+        """What was drafted here."""
+        draft: Draft | None = self.job.progress
+        return draft
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.job.num_logit_rows - 1
+
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + self.job.num_logit_rows)
+
+    @property
+    def contexts(self) -> list[FilterContext]:
+        """One a row; the history includes the draft tokens before it."""
+        asked = self.request.position
+        token_ids = self.job.token_ids
+        return [
+            FilterContext(asked.filters, token_ids[: asked.committed_len + index], asked.output_start)
+            for index in range(self.job.num_logit_rows)
+        ]
+
+    @property
+    def support_ids(self) -> list[TokenIds]:
+        """One a row; empty at the bonus position, and everywhere in greedy and coupled rounds."""
+        draft = self.draft
+        supports = self.request.support_ids if draft is None else [support.token_ids for support in draft.supports]
+        return [*supports, *[_NO_TOKENS] * (self.job.num_logit_rows - len(supports))]
+
+    @property
+    def tail_ids(self) -> list[int]:
+        """One a row: z or the choice; -1 where absent."""
+        return [row.tail_token_id for row in self.distribution_rows] or self.choice_token_ids.tolist()
+
+
+class TargetProgram(Program):
+    """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        """`drawing`: of local drafts."""
+        self._drawing = drawing
+        self._answers = AnswerCount()
+        self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
+
+    def draft(self, jobs: Sequence[Job], logits: StepLogits) -> None:
+        """Draws a draft token a job from its row of `logits`."""
+        self._drawing.draw(jobs, logits)
+        for job in jobs:
+            request, draft = job.call.request, job.progress
+            assert isinstance(request, VerifyRequest)
+            assert request.local_draft is not None
+            job.append(draft.token_ids[-1])
+            if draft.is_complete(request.local_draft.gamma, request.position.filters):
+                job.end_draft()
+
+    def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
+        """Finishes every job from its `num_logit_rows` rows of `logits`."""
+        first = 0
+        all_rows: list[_Rows] = []
+        by_kind: dict[RowKind, list[_Rows]] = {}
+        with_logprobs: dict[int, list[_Rows]] = {}
+        for job in jobs:
+            rows = _Rows(job, first)
+            if rows.draft is not None:
+                rows.draft.cut(rows.num_draft_tokens)  # what failed while it was drawn has not run
+            first += job.num_logit_rows
+            all_rows.append(rows)
+            by_kind.setdefault(row_kind(rows.request.position), []).append(rows)
+            if rows.request.num_logprobs is not None:
+                with_logprobs.setdefault(rows.request.num_logprobs, []).append(rows)
+        for kind, group in by_kind.items():
+            for batch in _batches_of(group, logits):
+                self._look[kind](batch, _logits_of(batch, logits))
+        for num_logprobs, group in with_logprobs.items():
+            for batch in _batches_of(group, logits):
+                _add_logit_rows(batch, _logits_of(batch, logits), num_logprobs)
+        for rows in all_rows:
+            others = self._answers.note(rows.job.sequence, rows.job.num_logit_rows)
+            rows.job.finish(_verification(rows, others))
+
+
+def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:
+    return split_batches(group, lambda rows: len(rows.indices), logits.num_tokens)
+
+
+def _logits_of(group: Sequence[_Rows], logits: StepLogits) -> StepLogits:
+    return logits.select([index for rows in group for index in rows.indices])
+
+
+def _contexts_of(group: Sequence[_Rows]) -> list[FilterContext]:
+    return [context for rows in group for context in rows.contexts]
+
+
+def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
+    choices = iter(greedy_choices(logits, _contexts_of(group)))
+    for rows in group:
+        rows.choice_token_ids = np.array([next(choices) for _ in rows.indices], dtype=np.uint32)
+        rows.choice_probabilities = np.ones(len(rows.indices), dtype=np.float64)
+
+
+def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
+    contexts = _contexts_of(group)
+    drawn_with = [rows.request.position for rows in group for _ in rows.indices]
+    choices, probabilities = coupled_choices(
+        filtered_distributions(logits.values, contexts),
+        [asked.seed for asked in drawn_with],
+        [asked.turn for asked in drawn_with],
+        [len(context.history) for context in contexts],
+    )
+    first = 0
+    for rows in group:
+        end = first + len(rows.indices)
+        rows.choice_token_ids = np.array(choices[first:end], dtype=np.uint32)
+        rows.choice_probabilities = np.array(probabilities[first:end], dtype=np.float64)
+        first = end
+
+
+def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
+    uniforms: list[float] = []
+    for rows in group:
+        asked = rows.request.position
+        key = DrawKey(asked.seed, asked.turn, asked.committed_len)
+        uniforms += key.tail_uniforms(rows.num_draft_tokens)
+    answered = iter(
+        distribution_rows(
+            filtered_distributions(logits.values, _contexts_of(group)),
+            [support_ids for rows in group for support_ids in rows.support_ids],
+            uniforms,
+        )
+    )
+    for rows in group:
+        rows.distribution_rows = tuple(next(answered) for _ in rows.indices)
+
+
+def _add_logit_rows(group: Sequence[_Rows], logits: StepLogits, num_logprobs: int) -> None:
+    answered = iter(
+        logit_rows(
+            logits.values,
+            [support_ids for rows in group for support_ids in rows.support_ids],
+            [tail_id for rows in group for tail_id in rows.tail_ids],
+            num_logprobs,
+        )
+    )
+    for rows in group:
+        rows.logit_rows = tuple(next(answered) for _ in rows.indices)
+
+
+def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
+    return Verification(
+        choice_token_ids=rows.choice_token_ids,
+        choice_probabilities=rows.choice_probabilities,
+        rows=rows.distribution_rows,
+        logit_rows=rows.logit_rows,
+        kv_len=rows.job.kv_len,
+        num_cached_tokens=rows.job.num_cached_tokens,
+        forward_s=rows.job.step_s,
+        step_tokens=rows.job.step_tokens,
+        num_others=others.num_rounds,
+        num_other_rows=others.num_rows,
+        drafted=_drafted(rows),
+    )
+
+
+def _drafted(rows: _Rows) -> Proposal | None:
+    if rows.draft is None or not rows.draft.token_ids:
+        return None
+    job = rows.job
+    return rows.draft.proposal(kv_len=job.kv_len, num_cached_tokens=job.num_cached_tokens, forward_s=job.draft_s)

@@ -1,0 +1,134 @@
+"""Early exits of real models: their steps, what they are refused for, and what heads would be told by full steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
+from specdec.errors import InvalidRequest, Unsupported
+from specdec.local_drafts import LocalDraftSpec
+from tests.support.tiny_models import build_tiny_model
+
+NUM_LAYERS = 4
+TOKENS = (5, 9, 30, 7, 11, 60, 8, 23, 45, 12, 14, 90, 81, 17, 33, 21, 20, 100, 64)
+BLOCKS = (3, 1)
+EXIT = LocalDraftSpec("early-exit", "early-exit", 2)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model("llama", tmp_path_factory.mktemp("llama"), num_layers=NUM_LAYERS)
+
+
+def load(directory: Path, *specs: LocalDraftSpec, backend: str = "auto", **options: object) -> Worker:
+    return load_worker(str(directory), compiling=CompileOptions(backend), local_drafts=specs,
+                       **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))  # fmt: skip
+
+
+def shortened(directory: Path, to: Path) -> Path:
+    """The first layers as a checkpoint of their own, made by Hugging Face."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.model.layers = model.model.layers[: EXIT.num_layers]
+    model.config.num_hidden_layers = EXIT.num_layers
+    model.save_pretrained(to)
+    return to
+
+
+def full(token_ids: tuple[int, ...], start: int, num_rows: int = 1) -> StepPlan:
+    return StepPlan((SequenceSlice(token_ids, start, BLOCKS, num_rows),))
+
+
+def drafted(token_id: int, start: int, index: int, name: str = "early-exit") -> StepPlan:
+    return StepPlan((SequenceSlice((token_id,), start, BLOCKS, 1, index),), local_draft=name)
+
+
+@pytest.mark.parametrize("backend", ["native", "eager"])
+def test_a_draft_step_is_the_first_layers_own_forward_pass(llama: Path, tmp_path: Path, backend: str) -> None:
+    worker = load(llama, EXIT, backend=backend)
+    short = AutoModelForCausalLM.from_pretrained(shortened(llama, tmp_path / "short"), dtype=torch.float32).eval()
+    first = len(TOKENS) - 4
+    worker.execute(full(TOKENS[:first], 0))
+    with torch.inference_mode():
+        expected = short(torch.tensor([TOKENS])).logits[0, first:]
+    for index, token_id in enumerate(TOKENS[first:]):  # over the end of a block
+        row = worker.execute(drafted(token_id, first + index, index))
+        torch.testing.assert_close(row[0], expected[index, : row.shape[1]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["native", "eager"])
+def test_draft_steps_leave_the_verification_after_them_as_it_would_have_been(llama: Path, backend: str) -> None:
+    """Bit for bit, whatever they drafted."""
+    alone, drafting = load(llama, backend=backend), load(llama, EXIT, backend=backend)
+    first = len(TOKENS) - 4
+    for worker in (alone, drafting):
+        worker.execute(full(TOKENS[:first], 0))
+    for index, token_id in enumerate((TOKENS[first], 77, 78, 79)):
+        drafting.execute(drafted(token_id, first + index, index))
+    rows = [worker.execute(full(TOKENS[first:], first, 4)) for worker in (alone, drafting)]
+    assert torch.equal(*rows)
+
+
+def test_several_sessions_share_a_draft_step(llama: Path) -> None:
+    worker = load(llama, EXIT)
+    sessions = {0: TOKENS[:5], 1: TOKENS[5:14], 2: TOKENS[14:]}
+    for block, token_ids in sessions.items():
+        worker.execute(StepPlan((SequenceSlice(token_ids[:-1], 0, (block,), 1),)))
+    slices = tuple(
+        SequenceSlice((token_ids[-1],), len(token_ids) - 1, (block,), 1, 0) for block, token_ids in sessions.items()
+    )
+    together = worker.execute(StepPlan(slices, local_draft="early-exit"))
+    alone = [worker.execute(StepPlan((part,), local_draft="early-exit")) for part in slices]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("num_layers", [NUM_LAYERS, NUM_LAYERS + 1, 60_000])
+def test_an_exit_that_is_not_before_the_last_layer_is_refused(llama: Path, num_layers: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"has {NUM_LAYERS} layers, an early exit takes 1 to {NUM_LAYERS - 1}"):
+        load(llama, LocalDraftSpec("early-exit", "early-exit", num_layers))
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(llama: Path, tmp_path: Path) -> None:
+    def refusal(name: str, tensors: dict[str, torch.Tensor] | bytes | None, layers: str = "2") -> str:
+        path = tmp_path / name
+        if isinstance(tensors, bytes):
+            path.write_bytes(tensors)
+        elif tensors is not None:
+            save_file(tensors, path, metadata={"num_layers": layers})
+        with pytest.raises(InvalidRequest) as caught:
+            load(llama, LocalDraftSpec("early-exit", "early-exit", 2, str(path)))
+        assert "\n" not in caught.value.message
+        return caught.value.message
+
+    weight, bias = torch.eye(64), torch.zeros(64)
+    assert "there is no" in refusal("missing.safetensors", None)
+    assert "is no safetensors file" in refusal("pickle.safetensors", b"\x80\x04cos\nsystem\n")
+    assert "(32, 64)" in refusal("narrow.safetensors", {"weight": weight[:32].clone(), "bias": bias})
+    assert "not weight (64, 64) and bias (64,)" in refusal("partial.safetensors", {"weight": weight})
+    assert "not finite" in refusal("nan.safetensors", {"weight": weight * float("nan"), "bias": bias})
+    assert "is for 3 layers" in refusal("other.safetensors", {"weight": weight, "bias": bias}, "3")
+
+
+def test_compiled_steps_cannot_draft_and_are_refused(llama: Path) -> None:
+    with pytest.raises(Unsupported, match="take --compile-backend eager"):
+        load(llama, EXIT, backend="inductor")
+
+
+def test_a_start_with_a_wrong_local_draft_ends_with_one_line(llama: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "target_service", "--model", str(llama), "--device", "cpu", "--redis-url", "memory://",
+         "--listen", "127.0.0.1:0", "--local-draft", f"early-exit:{NUM_LAYERS}"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    errors = [line for line in ended.stderr.splitlines() if "early exit takes 1 to" in line]
+    assert len(errors) == 1
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,196 @@
+"""Drafts with a tokenizer of their own through running services: the target's text, and drafts that are accepted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from draft_service.translated_proposer import TranslatedProposer
+from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
+from specdec.translation.pair import load_pair
+from specdec.translation.token_map import TokenMap
+from specdec.types import ProposeRequest
+from specdec.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
+from tests.support.other_tokenizers import (
+    CORPUS,
+    TEXTS,
+    build_model,
+    build_translated_copy,
+    save_byte_level,
+    save_characters,
+    save_pieces,
+)
+from tests.support.round_driver import make_round
+from tests.support.target_alone import TargetAlone
+from tests.support.translated_rig import load, translated_stack
+
+NUM_TOKENS = 32
+TIE = 1e-4
+SENTENCES = ["bad egg", "é 今天 nice dome", "üben\n\n  ß", "🌲 line\nkidding 天天", " a b c", "fed no mango in jail 今"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models, one of byte-level tokens and one of pieces."""
+    folder = tmp_path_factory.mktemp("trained")
+    tokenizers = {"bytes": save_byte_level(folder / "t-bytes"), "pieces": save_pieces(folder / "t-pieces")}
+    return {name: build_model(tokenizer, folder / name) for name, tokenizer in tokenizers.items()}
+
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of pieces, and its own weights in byte-level tokens."""
+    folder = tmp_path_factory.mktemp("characters")
+    in_bytes = save_characters(folder / "t-bytes", in_bytes=True)
+    in_pieces = save_characters(folder / "t-pieces", in_bytes=False)
+    target = build_model(in_pieces, folder / "target")
+    return target, build_translated_copy(target, in_bytes, folder / "draft")
+
+
+def assert_greedy(target: TargetAlone, prompt: list[int], ours: list[int]) -> None:
+    theirs = target.greedy(prompt, NUM_TOKENS)
+    if ours == theirs:
+        return
+    place = next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    best = np.sort(target.logits([*prompt, *theirs[:place]])[-1])[-2:]
+    assert best[1] - best[0] < TIE, f"token {place} is {ours[place]}, not {theirs[place]}"
+
+
+async def accepted_of_drafted(target: Path, draft: Path, **asked: object) -> tuple[int, int]:
+    """Draft tokens over all sentences, greedy unless asked otherwise."""
+    tokenizer = load_tokenizer(target)
+    async with translated_stack(target, draft) as run:
+        options = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "gamma": 4, "ignore_eos": True, **asked}
+        done = [await run.stack.generate(tokenizer.encode(text), **options) for text in SENTENCES]
+    return (
+        sum(completion.stats.num_accepted_tokens for completion in done),
+        sum(completion.stats.num_draft_tokens for completion in done),
+    )
+
+
+async def test_a_model_that_drafts_for_itself_in_other_tokens_is_accepted_whole(characters: tuple[Path, Path]) -> None:
+    accepted, drafted = await accepted_of_drafted(*characters)
+    assert drafted > 100
+    assert accepted == drafted
+
+
+async def test_coupled_drafts_of_the_same_model_share_the_targets_noise(characters: tuple[Path, Path]) -> None:
+    sampled = {"temperature": 0.5, "mode": "coupled", "seed": 3}
+    accepted, drafted = await accepted_of_drafted(*characters, **sampled)
+    assert accepted > 0.9 * drafted
+
+
+SAMPLED = {"temperature": 1.0, "seed": 3}
+
+
+async def test_sampled_drafts_of_the_same_model_are_accepted_but_for_what_is_cut(characters: tuple[Path, Path]) -> None:
+    accepted, drafted = await accepted_of_drafted(*characters, **SAMPLED)
+    assert accepted > 0.85 * drafted
+
+
+async def test_tokens_mapped_by_spelling_would_lose_text_that_is_not_ascii(characters: tuple[Path, Path]) -> None:
+    """Negative control of the map on bytes: what no spelling has in common is left to point masses."""
+    target, draft = characters
+    spellings, theirs = load_vocabulary(draft), load_vocabulary(target)
+    pair = load_pair(draft, target)
+    target_of, own_of = np.full_like(pair.tokens.target_of, -1), np.full_like(pair.tokens.own_of, -1)
+    for token in spellings.keys() & theirs.keys():
+        target_of[spellings[token]], own_of[theirs[token]] = theirs[token], spellings[token]
+    with patch("specdec.translation.pair.map_tokens", lambda *_: TokenMap(target_of, own_of)):
+        accepted, drafted = await accepted_of_drafted(target, draft, **SAMPLED)
+    assert accepted < 0.7 * drafted
+
+
+@pytest.mark.parametrize(("target", "draft"), [("bytes", "pieces"), ("pieces", "bytes")])
+async def test_greedy_text_is_that_of_generate(trained: dict[str, Path], target: str, draft: str) -> None:
+    alone, tokenizer = TargetAlone(trained[target]), load_tokenizer(trained[target])
+    prompts = [tokenizer.encode(text) for text in [*TEXTS, *CORPUS[:6]]]
+    async with translated_stack(trained[target], trained[draft]) as run:
+        done = await asyncio.gather(
+            *(
+                run.stack.generate(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS, gamma=1 + index % 4)
+                for index, prompt in enumerate(prompts)
+            )
+        )
+        for prompt, completion in zip(prompts, done, strict=True):
+            assert_greedy(alone, prompt, list(completion.token_ids))
+        assert sum(completion.stats.num_draft_tokens for completion in done) > 100
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_seeds_coupled_text_is_that_of_the_target_alone(trained: dict[str, Path], seed: int) -> None:
+    prompt = load_tokenizer(trained["pieces"]).encode(TEXTS[1])
+    sampled = {"temperature": 1.0, "seed": seed, "max_new_tokens": NUM_TOKENS, "top_p": 0.9}
+    async with translated_stack(trained["pieces"], trained["bytes"]) as run:
+        alone = await run.stack.generate(prompt, mode="off", **sampled)
+        drafted = await run.stack.generate(prompt, mode="coupled", gamma=3, **sampled)
+        assert drafted.token_ids == alone.token_ids
+        assert drafted.stats.num_draft_tokens > 10
+
+
+def test_the_replica_serves_the_targets_vocabulary(trained: dict[str, Path]) -> None:
+    proposer = TranslatedProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
+    info, vocabulary = proposer.info(), load_vocabulary(trained["pieces"])
+    assert info.vocabulary_fingerprint == vocabulary_fingerprint(vocabulary)
+    assert info.vocabulary_size == len(vocabulary)
+    assert info.eos_token_ids == (vocabulary["</s>"],)
+    for_itself = load(trained["bytes"]).shape.model_fingerprint
+    assert info.model_fingerprint != for_itself
+    asyncio.run(proposer.close())
+
+
+async def test_the_position_protocol_is_in_the_targets_tokens(trained: dict[str, Path]) -> None:
+    committed = load_tokenizer(trained["pieces"]).encode("".join(CORPUS[:6]))
+    proposer = TranslatedProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
+
+    def asked(tokens: list[int], **where: int) -> ProposeRequest:
+        return ProposeRequest(make_round(tokens, **where), 3)
+
+    with pytest.raises(KvMiss) as miss:
+        await proposer.propose(asked(committed, start=40))
+    assert miss.value.have == 0
+    first = await proposer.propose(asked(committed))
+    assert first.kv_len == len(committed)
+    again = await proposer.propose(asked(committed))
+    assert again.draft_token_ids.tolist() == first.draft_token_ids.tolist()
+    grown = [*committed, *first.draft_token_ids.tolist()]
+    second = await proposer.propose(asked(grown, start=len(committed), round_id=1))
+    assert second.num_cached_tokens > len(committed) - 32  # it ran what is new, and a segment at most
+    # Tokens that were not to stay: the answer is that of a session that never had them.
+    cut = committed[: len(committed) // 2]
+    rolled_back = await proposer.propose(asked([*cut, 7], start=len(cut), round_id=2))
+    fresh = await proposer.propose(ProposeRequest(make_round([*cut, 7], session_id="fresh"), 3))
+    assert rolled_back.draft_token_ids.tolist() == fresh.draft_token_ids.tolist()
+    with pytest.raises(KvMiss) as miss:
+        await proposer.propose(asked(grown, start=len(committed), round_id=3))
+    assert miss.value.have <= len(cut)
+    with pytest.raises(StaleEpoch):
+        await proposer.propose(asked(committed, round_id=1))
+    with pytest.raises(InvalidRequest, match="token_ids"):
+        await proposer.propose(asked([99_999]))
+    await proposer.release(["s", "fresh"])
+    with pytest.raises(KvMiss):
+        await proposer.propose(asked(grown, start=len(cut), round_id=4))
+    proposer.check_integrity()
+    await proposer.close()
+
+
+async def test_a_session_longer_than_the_drafts_context_gets_no_draft(trained: dict[str, Path]) -> None:
+    committed = load_tokenizer(trained["pieces"]).encode("今天 " * 400)
+    proposer = TranslatedProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
+    proposal = await proposer.propose(ProposeRequest(make_round(committed), 3))
+    assert not len(proposal.draft_token_ids)
+    await proposer.close()
+
+
+async def test_a_session_in_mid_character_is_drafted_for(trained: dict[str, Path]) -> None:
+    for target, draft in (("bytes", "pieces"), ("pieces", "bytes")):
+        committed = load_tokenizer(trained[target]).encode("ab 🐎")[:-2]
+        proposer = TranslatedProposer(load(trained[draft]), load_pair(trained[draft], trained[target]))
+        await proposer.propose(ProposeRequest(make_round(committed), 3))
+        proposer.check_integrity()
+        await proposer.close()

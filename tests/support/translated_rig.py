@@ -1,0 +1,76 @@
+"""A target and drafts that speak other tokens, behind real services in one process. Called by tests of such drafts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draft_service.proposer import DraftOptions
+from draft_service.translated_proposer import TranslatedProposer
+from specdec.engine.base import StepObserver, Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.loop.replica import ReplicaOptions
+from specdec.translation.pair import TokenizerPair, load_pair
+from specdec.types import Proposal, ProposeRequest
+from tests.support.model_stack import ModelStack
+
+
+@dataclass
+class Translated:
+    """The services, and every draft that was proposed."""
+
+    stack: ModelStack
+    proposals: list[Proposal] = field(default_factory=list)
+
+    @property
+    def num_drawn(self) -> int:
+        """Draft tokens with a distribution of more than one token."""
+        return sum(len(support.token_ids) > 1 for proposal in self.proposals for support in proposal.supports)
+
+    @property
+    def num_point_masses(self) -> int:
+        """Draft tokens that are point masses, as those of drafted text are."""
+        return sum(len(support.token_ids) == 1 for proposal in self.proposals for support in proposal.supports)
+
+
+def load(checkpoint: Path, num_kv_blocks: int = 256) -> Worker:
+    return load_worker(str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=num_kv_blocks, num_threads=1)
+
+
+@asynccontextmanager
+async def translated_stack(
+    target: Path,
+    draft: Path,
+    *,
+    pair: TokenizerPair | None = None,
+    proposer_type: type[TranslatedProposer] = TranslatedProposer,
+    **options: Any,
+) -> AsyncIterator[Translated]:
+    """Runs them.
+
+    Args:
+        target: a checkpoint.
+        draft: another one, with another tokenizer.
+        pair: their tokenizers.
+        proposer_type: what negative controls replace.
+        options: of `ModelStack`.
+    """
+    pair = pair or load_pair(draft, target)
+    proposals: list[Proposal] = []
+
+    class Noted(proposer_type):  # type: ignore[misc, valid-type]
+        def __init__(
+            self, worker: Worker, options: ReplicaOptions, drafting: DraftOptions, *, observer: StepObserver
+        ) -> None:
+            super().__init__(worker, pair, options, drafting, observer=observer)
+
+        async def propose(self, request: ProposeRequest) -> Proposal:
+            proposals.append(await super().propose(request))
+            return proposals[-1]
+
+    stack = ModelStack(target, load(target), {"default": load(draft)}, proposer_type=Noted, **options)
+    async with stack:
+        yield Translated(stack, proposals)
