@@ -137,9 +137,8 @@ class MisstatesLocalDrafts(Verifier):
 
 async def test_a_local_draft_whose_q_is_not_what_was_sampled_would_be_noticed(target: Path) -> None:
     """Negative control."""
-    counts, _ = await sample(
-        load(target), target, NUM_QUICK_SAMPLES, MisstatesLocalDrafts, mode="rejection", temperature=1.0
-    )
+    options = {"mode": "rejection", "temperature": 1.0}
+    counts, _ = await sample(load(target), target, NUM_QUICK_SAMPLES, MisstatesLocalDrafts, **options)
     assert p_value(counts, joint_law(target, SamplingFilters())) < FALSE_ALARM / len(CASES)
 
 
