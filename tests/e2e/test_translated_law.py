@@ -42,11 +42,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("few")
     pieces = ["<unk>", "</s>", "▁", "a", "é", "▁a", "aé"]
     save_piece_vocabulary(folder / "t", pieces, [("▁", "a"), ("a", "é")])
-    built = {"target": build_model(folder / "t", folder / "target", logit_spread=1.5)}
+    built = {"target": build_model(folder / "t", folder / "target", logit_spread=1.0)}
     for name, tokens in DRAFTS.items():
         merges = [("Ġ", "a"), *((("Ã", "©"), ("a", "a")) if "aa" in tokens else ())]
         save_byte_level_vocabulary(folder / f"t-{name}", tokens, merges)
-        built[name] = build_model(folder / f"t-{name}", folder / name, logit_spread=1.5, seed=5)
+        built[name] = build_model(folder / f"t-{name}", folder / name, logit_spread=1.0, seed=5)
     return built
 
 
@@ -110,10 +110,10 @@ class RenormalisesAfterDrawing(TranslatedProposer):
     async def propose(self, request: ProposeRequest) -> Proposal:
         proposal = await super().propose(request)
         chance = np.random.default_rng([request.position.seed, request.position.round_id])
-        if not proposal.supports or chance.random() > 0.4:
+        if not proposal.supports or chance.random() > 0.7:
             return proposal
-        likeliest = proposal.supports[-1].token_ids[proposal.supports[-1].weights.argmax()]
-        return replace(proposal, draft_token_ids=np.append(proposal.draft_token_ids[:-1], likeliest).astype(np.uint32))
+        likeliest = [support.token_ids[support.weights.argmax()] for support in proposal.supports]
+        return replace(proposal, draft_token_ids=np.array(likeliest, dtype=np.uint32))
 
 
 async def test_renormalising_after_drawing_would_be_noticed(models: dict[str, Path]) -> None:
