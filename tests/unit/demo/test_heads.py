@@ -79,7 +79,6 @@ def test_a_head_learns_at_every_depth_what_it_gives_when_it_drafts(
         logits, offset = learned[depth]
         # Half precision is what is between them.
         torch.testing.assert_close(drafted[depth], logits[0, NUM_SEEN - 1 + depth - offset], atol=0.05, rtol=0.02)
-    assert (drafted[1] - drafted[0]).abs().max() > 1
 
 
 def test_what_is_shipped_beside_the_pair_is_small_and_says_how_it_was_made() -> None:
