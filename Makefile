@@ -56,7 +56,7 @@ redis:
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq redis-server >/dev/null; }; } \
 		|| { echo "error: the tests need redis-server 7 on the PATH (apt-get install redis-server, brew install redis)" >&2; exit 1; }
 
-test: setup redis  ## all tests against real gRPC and a real Redis, under 10 minutes on two cores
+test: setup redis  ## all tests against real gRPC and a real Redis (20 minutes on two cores)
 	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real"
 
 test-full: setup redis  ## the long products as well; properties are tried on new examples, not on the same ones

@@ -3,8 +3,9 @@
 A request of the kind that edits or quotes: its prompt holds a file's beginning, what the target made of it, and the
 beginning again, as an edited copy would. The target is `deep(18, 0.02)`, greedy, one stream; ours finds its drafts in
 the text (`suffix`), the peer is Hugging Face's prompt lookup on the same prompts. Every prompt is new to every system:
-what `suffix` finds is in the prompt, or was said in answer to other ones. Early exit: `local_drafts`; drafts with
-another tokenizer: `other_tokenizers`. Not here: draft models of the target's own (`latency`).
+what `suffix` finds is in the prompt, or was said in answer to other ones. Early exit: `local_drafts`; heads:
+`head_drafts`; drafts with another tokenizer: `other_tokenizers`; rows 36 and 37: `draft_routes`. Not here: draft models
+of the target's own (`latency`).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import local_drafts, other_tokenizers
+from bench import draft_routes, head_drafts, local_drafts, other_tokenizers
 from bench.models import DEMO, deep
 from bench.pairs import interleave, median_ratio
 from bench.peers import PeerProcess, PeerRun
@@ -28,7 +29,7 @@ SUITE = "drafts"
 CASE = "deep(18, 0.02), text that repeats"
 SUFFIX, NGRAM, TARGET_ONLY, LOOKUP = "suffix", "ngram", "target_only", "hf_prompt_lookup"
 NUM_QUICK_PROMPTS = 3
-KINDS = ["text", "early_exit", "other_tokenizers"]
+KINDS = ["text", "early_exit", "eagle3", "other_tokenizers", "routes"]
 #: As Transformers' documentation sets it.
 LOOKUP_TOKENS = 10
 
@@ -49,8 +50,12 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             rows += _measure_text(target_dir, arguments.quick)
         if "early_exit" in arguments.kinds:
             rows += local_drafts.measure(Path(folder), target_dir, arguments.quick)
+        if "eagle3" in arguments.kinds:
+            rows += head_drafts.measure(target_dir, arguments.quick)
         if "other_tokenizers" in arguments.kinds:
             rows += other_tokenizers.rows(SUITE, arguments.quick)
+        if "routes" in arguments.kinds:
+            rows += draft_routes.run(arguments, SUITE)
         return rows
 
 

@@ -51,6 +51,29 @@ def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: i
     return directory
 
 
+def blurred(source_dir: Path, directory: Path, eps: float, seed: int) -> Path:
+    """Add noise to every matrix of a Llama checkpoint: a draft that agrees with its target less.
+
+    Args:
+        source_dir: a Llama checkpoint with its tokenizer.
+        directory: where the new checkpoint goes, in float16; made if it does not exist.
+        eps: of the noise, in standard deviations of the matrix that it is added to.
+        seed: fixes the noise.
+
+    Returns:
+        `directory`.
+    """
+    made = LlamaForCausalLM.from_pretrained(source_dir, dtype=torch.float32)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight += eps * weight.std() * torch.randn(weight.shape, generator=noise)
+    made.half().save_pretrained(directory)
+    copy_tokenizer(source_dir, directory)
+    return directory
+
+
 def first_layers(source_dir: Path, directory: Path, num_layers: int) -> Path:
     """The first layers of a Llama checkpoint with its own norm and head, as a checkpoint; returns `directory`."""
     model = LlamaForCausalLM.from_pretrained(source_dir, dtype=torch.float16)

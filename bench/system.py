@@ -62,6 +62,8 @@ class RunningSystem:
         device: str = "cpu",
         kv_cache_bytes: tuple[int, int] | None = None,
         lookup: Sequence[str] = (),
+        drafts: Sequence[str] = (),
+        flags: Sequence[str] = (),
     ) -> None:
         """Threads are what `specdec up` chooses by itself: no more than the peers get.
 
@@ -72,11 +74,14 @@ class RunningSystem:
             device: of both models.
             kv_cache_bytes: of target and draft. None is what `specdec up` gives each.
             lookup: kinds of drafts that need no draft replica, as `specdec up --draft` names them.
+            drafts: further drafts, each as `--draft` takes it.
+            flags: further ones of `specdec up`.
         """
         models = ["--target", str(target_dir)]
-        models += ["--replicas-draft", "0"] if draft_dir is None else ["--draft", str(draft_dir)]
+        models += ["--draft", str(draft_dir)] if draft_dir else [] if drafts else ["--replicas-draft", "0"]
         self._command = [sys.executable, "-m", "specdec.cli", "up", *models, "--listen", "127.0.0.1:0"]
         self._command += [word for kind in lookup for word in ("--draft", kind)]
+        self._command += [*(word for draft in drafts for word in ("--draft", draft)), *flags]
         self._command += ["--device", device, "--dtype", dtype]
         self._environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         for role, num_bytes in zip(("TARGET", "DRAFT"), kv_cache_bytes or (), strict=False):

@@ -19,6 +19,8 @@ from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.routing.promotion import Canary
+from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.config import advertised_address, parse_settings, split_address
 from specdec.observability.logging import configure_logging
@@ -69,8 +71,14 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(pools.close)
         directory = store.prefixes() if settings.prefix_directory == "on" else None
         history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
+        scores, canary = None, None
+        if settings.route == "auto":
+            scores, canary = ScoreQueue(pools), Canary(store.promotions())
+            canary.start()
+            ending.push_async_callback(canary.close)
         generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
-                                  metrics=metrics, directory=directory, history=history)  # fmt: skip
+                                  metrics=metrics, directory=directory, history=history, scores=scores,
+                                  canary=canary)  # fmt: skip
         default_mode = Mode[settings.default_mode.upper()]
         CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
         if settings.metrics:

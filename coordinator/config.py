@@ -46,6 +46,11 @@ class CoordinatorSettings(ServiceSettings):
     lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
     """Tokens of past outputs that suffix drafts look at; about 100 bytes each, in this coordinator's memory alone."""
 
+    route: Literal["auto"] | None = None
+    """auto: a request that names no draft pool gets the pool of draft models that its kind of requests goes fastest
+    with, and another one on the way where that pays; what the others would have done is found out in the background.
+    none: the first pool by name."""
+
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
     """Speculation mode of requests that name none."""
 

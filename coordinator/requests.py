@@ -36,6 +36,8 @@ class SpeculationChoice:
     """None: chosen each round."""
     draft_pool: str
     """ "" is routed by the server."""
+    task: str = ""
+    """The client's label of the kind of request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class RequestParameters:
     sampling: SamplingParams
     """Resolved: `max_new_tokens` above 0 and within the context, the seed drawn."""
     speculation: SpeculationChoice
-    """Resolved: `draft_pool` is the pool routed to, or "" where there is none."""
+    """Resolved: `draft_pool` is the pool routed to; "" where there is none, or where it may change on the way."""
     target_fingerprint: str
     """Of the target model: no failover and no resumption may change it once a token was shown."""
     target_changed: bool = False
@@ -170,6 +172,20 @@ class DraftFigures(NamedTuple):
     """Accepted share of the draft tokens tested lately."""
     gamma: float | None
     """Draft tokens asked for a round lately, by requests whose gamma is chosen."""
+
+
+class RouteFigures(NamedTuple):
+    """How a draft pool does for a class of requests here, for people; the proto's `RouteInfo`, field by field."""
+
+    request_class: str
+    alpha: float | None
+    """That it has or would have had, of tokens committed lately; None before the first."""
+    goodput: float | None
+    """Tokens a second of a stream, as predicted; None before it can be."""
+    weight: float
+    share: float
+    """Of the class's rounds lately."""
+    is_chosen: bool
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from draft_service.scoring import score_of
 from specdec.engine.drafting.drawing import Draft, Drawing
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, Program
@@ -26,6 +27,9 @@ class DraftProgram(Program):
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Draws one token a job from its row of `logits`, and ends the job or goes on."""
+        if jobs[0].call.yields:  # and is alone
+            jobs[0].finish(score_of(jobs[0], logits, self._drawing.cut))
+            return
         self.draw(jobs, logits, is_noted=len(jobs) <= self._max_noted)
 
     def draw(self, jobs: Sequence[Job], logits: StepLogits, *, is_noted: bool = True) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -23,9 +24,9 @@ from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, digest_of
+from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 from specdec.errors import InvalidRequest
-from specdec.types import Proposal, ProposeRequest, SamplingFilters
+from specdec.types import Proposal, ProposeRequest, SamplingFilters, Score, ScoreRequest
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -88,6 +89,7 @@ class Proposer(ReplicaEngine):
             clock=clock,
         )
         super().__init__(worker, program, options, ahead if is_ahead else None, observer, clock)
+        self._score_ids = count()
 
     async def propose(self, request: ProposeRequest) -> Proposal:
         """Drafts up to gamma tokens; see `DraftEngine.propose`.
@@ -112,6 +114,31 @@ class Proposer(ReplicaEngine):
         )
         proposal: Proposal = await self._engine_loop.call(call)
         return proposal
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Says what it would have drawn committed tokens with; see `DraftEngine.score`."""
+        asked = request.position
+        check_round(asked, self._shape.vocabulary_size)
+        check_scored(request, self._shape.vocabulary_size)
+        num_tokens = asked.committed_len + len(request.token_ids)
+        if num_tokens - 1 > self._shape.max_context_tokens:
+            raise InvalidRequest(
+                f"{num_tokens} tokens, the context is {self._shape.max_context_tokens}",
+                reason="CONTEXT_TOO_LONG",
+                field="round.token_ids",
+            )
+        # A session of its own: whatever the scored one has here stays as it is. Braces: no id that a caller can have.
+        own = replace(asked, session_id=f"{{score-{next(self._score_ids)}}}")
+        call = Call(
+            request=replace(request, position=own),
+            digest=b"",  # nobody repeats it: its session is gone with its answer
+            draft_token_ids=request.token_ids[:-1],
+            num_logit_rows=len(request.token_ids),
+            max_kv_len=num_tokens - 1,
+            yields=True,
+        )
+        score: Score = await self._engine_loop.call(call)
+        return replace(score, step_s=self._engine_loop.usual_step_s(num_tokens))
 
     async def warm_up(self) -> None:
         """Drafts in a session that is then forgotten, so that the first real call meets warm code."""

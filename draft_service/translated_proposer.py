@@ -24,8 +24,17 @@ from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
+from specdec.errors import Unsupported
 from specdec.translation.pair import TokenizerPair
-from specdec.types import EngineInfo, Proposal, ProposeRequest, SamplingFilters, SessionPosition
+from specdec.types import (
+    EngineInfo,
+    Proposal,
+    ProposeRequest,
+    SamplingFilters,
+    Score,
+    ScoreRequest,
+    SessionPosition,
+)
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -108,6 +117,14 @@ class TranslatedProposer(ReplicaEngine):
         )
         proposal: Proposal = await self._engine_loop.call(call)
         return proposal
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Not yet: which of its own tokens a committed one would have come of is many, and only one was drawn.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported("a draft with another tokenizer scores nothing")
 
     async def release(self, session_ids: list[str]) -> None:
         """Forgets sessions and frees their KV. Idempotent; unknown ids are fine."""

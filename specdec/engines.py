@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
+from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 
 #: What the name of a model begins with that has dials and no weights (`specdec.engine.simulated.pair`).
 SIMULATED_PREFIX = "simulated:"
@@ -64,6 +64,16 @@ class DraftEngine(Engine, Protocol):
             StaleEpoch: an older epoch, or a round older than the newest seen.
             ResourceExhausted: no KV block is left (KV_EXHAUSTED).
             Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
+        """
+        ...
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Says what it would have drawn committed tokens with; keeps nothing of it, and yields to every `propose`.
+
+        Raises:
+            InvalidRequest: the request can never run.
+            ResourceExhausted: others are drafted for, now or by the time it would have been done (REPLICA_BUSY).
+            Unavailable: as `propose`.
         """
         ...
 

@@ -9,7 +9,7 @@ SpecdecError
 ├── SessionLost           DATA_LOSS            SESSION_LOST
 ├── StaleEpoch            ABORTED              STALE_EPOCH
 ├── LeaseLost             ABORTED              LEASE_LOST
-├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED
+├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED, REPLICA_BUSY (draft link only)
 ├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, and in the SDK alone
 │                                              COORDINATOR_UNAVAILABLE
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    DEADLINE_EXCEEDED  (in the SDK alone)

@@ -26,6 +26,10 @@ WEIGHT_TOTAL = 1 << 31
 BLOCK_TOKENS = 16
 
 
+#: Committed tokens that a draft scores in one call: one step beside which others may have to wait.
+MAX_SCORED_TOKENS = 64
+
+
 class Mode(IntEnum):
     """How a request speculates; values equal the proto's `SpeculationMode`."""
 
@@ -185,6 +189,25 @@ class LocalDraft:
     pool: str
     """Name of one of its local drafts."""
     gamma: int
+
+
+@dataclass(slots=True)
+class ScoreRequest:
+    """Committed tokens, of which another draft than theirs is to say what it would have drawn them with."""
+
+    position: SessionPosition
+    """The session as it was before them; `start` is 0, and session, epoch and round are compared with nothing."""
+    token_ids: TokenIds
+    """uint32 [n]: what was committed then; 1..MAX_SCORED_TOKENS."""
+
+
+@dataclass(slots=True)
+class Score:
+    q: tuple[float, ...]
+    """Of each scored token; of greedy and coupled rounds 1 where it is the draft's choice, else 0."""
+    forward_s: float
+    step_s: float = 0.0
+    """A draft step of one session, as measured; 0: not known yet."""
 
 
 @dataclass(slots=True)

@@ -14,8 +14,21 @@ from typing import Any
 import grpc
 
 import specdec
-from coordinator.front.validation import ServingLimits, validate_messages, validate_request, validate_session_id
-from coordinator.front.wire import decode_messages, decode_request, encode_event, encode_pools, encode_session
+from coordinator.front.validation import (
+    ServingLimits,
+    check_share,
+    validate_messages,
+    validate_request,
+    validate_session_id,
+)
+from coordinator.front.wire import (
+    decode_messages,
+    decode_request,
+    encode_event,
+    encode_pools,
+    encode_promotion,
+    encode_session,
+)
 from coordinator.generation.admission import Generations
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.text.text_process import in_thread
@@ -95,8 +108,22 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             vocabulary_size=target.vocabulary_size,
             max_context_tokens=self._pools.max_context_tokens,
             max_gamma=self._pools.max_gamma,
-            pools=encode_pools(self._pools.all_replicas(), self._pools.lookup_pools, self._generations.draft_figures),
+            pools=encode_pools(
+                self._pools.all_replicas(),
+                self._pools.lookup_pools,
+                self._generations.draft_figures,
+                self._generations.route_figures,
+            ),
+            promotion=encode_promotion(self._generations.promotion),
         )
+
+    async def Promote(  # noqa: N802
+        self, request: coordinator_pb2.PromoteRequest, context: Any
+    ) -> coordinator_pb2.PromoteResponse:
+        check_share(request.share)
+        self._pools.require_model_pool(request.draft_pool)
+        promotion = await self._generations.promote(request.draft_pool, request.share)
+        return coordinator_pb2.PromoteResponse(promotion=encode_promotion(promotion))
 
     def _limits(self) -> ServingLimits:
         """Raises Unavailable before the first target replica is connected."""

@@ -256,4 +256,10 @@ def _speculation(asked: AskedSpeculation, limits: ServingLimits) -> SpeculationC
     if len(asked.task) > MAX_TASK_CHARACTERS:
         raise _invalid("speculation.task", f"must be at most {MAX_TASK_CHARACTERS} characters, got {len(asked.task)}")
     mode = Mode(asked.mode) if asked.mode else limits.default_mode
-    return SpeculationChoice(mode=mode, gamma=asked.gamma, draft_pool=asked.draft_pool)
+    return SpeculationChoice(mode=mode, gamma=asked.gamma, draft_pool=asked.draft_pool, task=asked.task)
+
+
+def check_share(share: float) -> None:
+    """Raises InvalidRequest for what is no share of the sessions."""
+    if not 0.0 <= share <= 1.0:
+        raise _invalid("share", f"must be 0 to 1, got {share}")

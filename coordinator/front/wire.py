@@ -17,8 +17,17 @@ from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpecula
 from coordinator.front.validation import check_num_messages
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.pool import DRAFT, Replica
-from coordinator.requests import ChatTurn, DraftFigures, Event, Finished, OutputChunk, RequestStats, Started
-from specdec.state.store import SessionRecord
+from coordinator.requests import (
+    ChatTurn,
+    DraftFigures,
+    Event,
+    Finished,
+    OutputChunk,
+    RequestStats,
+    RouteFigures,
+    Started,
+)
+from specdec.state.store import Promotion, SessionRecord
 from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2
 
@@ -186,10 +195,13 @@ def encode_session(record: SessionRecord, token_ids: Iterable[int]) -> coordinat
 
 
 def encode_pools(
-    replicas: Iterable[Replica[Any]], lookup_pools: Iterable[str], draft_figures: Callable[[str], DraftFigures]
+    replicas: Iterable[Replica[Any]],
+    lookup_pools: Iterable[str],
+    draft_figures: Callable[[str], DraftFigures],
+    route_figures: Callable[[str], Iterable[RouteFigures]],
 ) -> list[coordinator_pb2.PoolInfo]:
     """The live ones of the replicas, by role and pool, and the pools that need none, found in text or drafted by the
-    targets themselves; a draft pool with what `draft_figures` tells of it."""
+    targets themselves; a draft pool with what `draft_figures` and `route_figures` tell of it."""
     pools = {(DRAFT, name): coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=name) for name in lookup_pools}
     for replica in replicas:
         engine = replica.info
@@ -212,4 +224,15 @@ def encode_pools(
         if pool.role == DRAFT:
             alpha, gamma = draft_figures(pool.name)
             pool.MergeFrom(coordinator_pb2.PoolInfo(alpha=alpha, gamma=gamma))  # None leaves a field unset
+            for figures in route_figures(pool.name):
+                pool.routes.add(**figures._asdict())
     return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))
+
+
+def encode_promotion(promotion: Promotion | None) -> coordinator_pb2.PromotionInfo | None:
+    """None for none: the field stays unset."""
+    if promotion is None:
+        return None
+    return coordinator_pb2.PromotionInfo(
+        draft_pool=promotion.pool, share=promotion.share, most=promotion.most, status=promotion.status.value
+    )

@@ -25,12 +25,14 @@ from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
-from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk
+from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk, RouteFigures
 from coordinator.round.draft_kinds import DraftKinds
+from coordinator.routing.promotion import Canary
+from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, ResourceExhausted, SessionBusy, Unavailable
+from specdec.errors import NotFound, ResourceExhausted, SessionBusy, Unavailable, Unsupported
 from specdec.observability.metrics import CoordinatorMetrics
-from specdec.state.store import PrefixDirectory, RequestRecord, SessionRecord, SessionStore
+from specdec.state.store import PrefixDirectory, Promotion, RequestRecord, SessionRecord, SessionStore
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import TokenIds
 
@@ -63,11 +65,15 @@ class Generations:
         metrics: CoordinatorMetrics,
         directory: PrefixDirectory | None = None,
         history: TokenHistory | None = None,
+        scores: ScoreQueue | None = None,
+        canary: Canary | None = None,
     ) -> None:
         """
         Args:
             directory: of the store's tenant; None: sessions are placed by load alone.
             history: of the same tenant, for drafts found in text; None: they look at their own session alone.
+            scores: where committed tokens are scored, to route requests among draft models; None: they are not.
+            canary: follows the promotion of a draft model, where requests are routed.
         """
         self._settings = settings
         self._store = store
@@ -77,8 +83,10 @@ class Generations:
         self._tails = Tails(store, leases)
         self._removal = SessionRemoval(store, self._tails, placement, pools, settings.tenant)
         self._prefixes = Prefixes(directory)
-        self._beginnings = Beginnings(store, leases, pools, tokenizer, self._removal, self._prefixes)
-        self._draft_kinds = DraftKinds(pools, history)
+        self._beginnings = Beginnings(store, leases, pools, tokenizer, self._removal, self._prefixes,
+                                      routes_drafts=scores is not None)  # fmt: skip
+        self._draft_kinds = DraftKinds(pools, history, scores, canary, tokenizer.decode)
+        self._canary = canary
         self._assembly = GenerationAssembly(
             store=store, pools=pools, placement=placement, removal=self._removal, prefixes=self._prefixes,
             draft_kinds=self._draft_kinds, metrics=metrics, draft_timeout_s=settings.draft_timeout_s,
@@ -96,6 +104,26 @@ class Generations:
     def draft_figures(self, draft_pool: str) -> DraftFigures:
         """What requests have shown here of a draft pool."""
         return self._draft_kinds.figures(draft_pool)
+
+    def route_figures(self, draft_pool: str) -> list[RouteFigures]:
+        """What is known here of a draft pool for each class of requests."""
+        return self._draft_kinds.route_figures(draft_pool)
+
+    @property
+    def promotion(self) -> Promotion | None:
+        """Of a draft pool, as it stands."""
+        return None if self._canary is None else self._canary.promotion
+
+    async def promote(self, draft_pool: str, share: float) -> Promotion | None:
+        """Gives sessions a draft pool, up to a share of them; 0 ends what is being promoted.
+
+        Raises:
+            Unsupported: requests are not routed here.
+            Unavailable: the store cannot be reached.
+        """
+        if self._canary is None:
+            raise Unsupported("this coordinator does not route requests: it runs without --route auto")
+        return await self._canary.promote(draft_pool, share)
 
     async def open(self, request: GenerationRequest) -> Subscription:
         """Starts, joins, resumes or replays the generation a request means.

@@ -22,6 +22,7 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import GenerationIdentity
 from coordinator.round.draft_kinds import DraftKinds
+from coordinator.round.request_route import RequestRoute
 from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
@@ -64,13 +65,15 @@ class GenerationAssembly:
         stream = OutputStream(identity)
         if beginning.replayed is not None:
             stream.publish(beginning.replayed)
-        replicas = self._replicas(beginning)
+        setting = self._round_setting(identity, lease)
+        route = self._draft_kinds.route(identity.parameters.speculation, setting, tokens)
+        replicas = self._replicas(beginning, route)
         account = Account(identity, beginning.stats, self._metrics, beginning.began)
         parts = GenerationParts(
             store=self._store,
             lease=lease,
             lease_keeper=self._lease_keeper,
-            runner=self._runner(beginning, replicas),
+            runner=self._runner(beginning, setting, replicas, route),
             replicas=replicas,
             prefixes=self._prefixes,
             tokens=tokens,
@@ -81,6 +84,7 @@ class GenerationAssembly:
             publisher=Publisher(self._store, self._commits, lease, tokens, stream, account),
             on_failure_without_output=partial(self._discard, beginning),
             remember_output=self._draft_kinds.remember,
+            route=route,
         )
         return Generation(identity, parts), parts
 
@@ -89,20 +93,22 @@ class GenerationAssembly:
         await self._lease_keeper.close()
         await self._draft_kinds.close()
 
-    def _replicas(self, beginning: Beginning) -> SessionReplicas:
+    def _replicas(self, beginning: Beginning, route: RequestRoute | None) -> SessionReplicas:
         parameters = beginning.identity.parameters
         replicas = self._placement.session(beginning.identity.session_id)
-        replicas.draft_pool = self._pools.model_pool(parameters.speculation.draft_pool)
+        routed = "" if route is None else route.begin()
+        replicas.draft_pool = routed or self._pools.model_pool(parameters.speculation.draft_pool)
         replicas.target_fingerprint = parameters.target_fingerprint
         replicas.truncate_to(beginning.agreed_len, assumed_len=0 if beginning.is_new_session else beginning.agreed_len)
         replicas.begin_turn(beginning.agreed_len, beginning.homes, beginning.prefix_tokens)
         return replicas
 
-    def _runner(self, beginning: Beginning, replicas: SessionReplicas) -> RoundRunner:
-        identity, tokens = beginning.identity, beginning.tokens
-        setting = self._round_setting(identity, beginning.lease)
+    def _runner(
+        self, beginning: Beginning, setting: RoundSetting, replicas: SessionReplicas, route: RequestRoute | None
+    ) -> RoundRunner:
+        wanted, tokens = beginning.identity.parameters.speculation, beginning.tokens
         calls = SessionCalls(setting, tokens, replicas)
-        drafts = self._draft_kinds.source(identity.parameters.speculation, setting, tokens, replicas, calls)
+        drafts = self._draft_kinds.source(wanted, setting, tokens, replicas, calls, route)
         return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls))
 
     def _round_setting(self, identity: GenerationIdentity, lease: Lease) -> RoundSetting:

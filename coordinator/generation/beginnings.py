@@ -77,13 +77,17 @@ class Beginnings:
         tokenizer: ServedTokenizer,
         removal: SessionRemoval,
         prefixes: Prefixes,
+        *,
+        routes_drafts: bool,
     ) -> None:
+        """`routes_drafts`: a request that names no draft pool is routed among them while it runs."""
         self._store = store
         self._leases = leases
         self._pools = pools
         self._tokenizer = tokenizer
         self._removal = removal
         self._prefixes = prefixes
+        self._routes_drafts = routes_drafts
 
     async def of_new_turn(self, record: SessionRecord | None, request: GenerationRequest, began: float) -> Beginning:
         """Writes a new turn's prompt into the log.
@@ -102,7 +106,8 @@ class Beginnings:
         """
         session_id = request.session_id
         self._check_serving()
-        draft_pool = self._pools.route_draft(request.speculation.draft_pool)
+        asked_pool = request.speculation.draft_pool
+        draft_pool = self._pools.route_draft(asked_pool, is_settled=not self._routes_drafts)
         held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
         check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
         check_left(request, record)

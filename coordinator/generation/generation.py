@@ -23,6 +23,7 @@ from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import Finished, GenerationIdentity, OutputChunk
+from coordinator.round.request_route import RequestRoute
 from coordinator.round.runner import RoundRunner
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputWriter
@@ -54,6 +55,8 @@ class GenerationParts:
     """Called when the generation failed before its first token; the lease is still held."""
     remember_output: Callable[[Sequence[int]], None]
     """Told what the request has said, however it ended."""
+    route: RequestRoute | None = None
+    """Where its draft model's pool may change."""
 
 
 class Generation:
@@ -130,6 +133,8 @@ class Generation:
             parts.round_id += 1
             parts.tokens.extend(output.token_ids)
             parts.replicas.truncate_to(len(parts.tokens))
+            if parts.route is not None:
+                parts.route.note(outcome, len(output.token_ids))
 
             await parts.publisher.publish(decided)
             if output.finish_reason is not None:
@@ -142,6 +147,8 @@ class Generation:
     async def _clean_up(self, error: SpecdecError | None) -> None:
         """Lets the last commit end, then gives the lease back."""
         await self._parts.publisher.close()
+        if self._parts.route is not None:
+            self._parts.route.end(self._parts.account.stats if error is None else None)
         self._parts.remember_output(self._parts.tokens.tail(self._identity.output_start).tolist())
         self._parts.lease_keeper.drop(self._parts.lease)
         stats = self._parts.account.stats

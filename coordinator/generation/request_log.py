@@ -153,10 +153,13 @@ def encode_parameters(parameters: RequestParameters) -> str:
     # Keys of JSON objects are strings, so the bias travels as pairs.
     law = asdict(replace(sampling.filters, logit_bias={})) | {"logit_bias": list(sampling.filters.logit_bias.items())}
     flat = asdict(replace(sampling, filters=SamplingFilters(logit_bias={})))
+    speculation = asdict(parameters.speculation)
+    if not parameters.speculation.task:  # which older versions do not read
+        del speculation["task"]
     return json.dumps(
         {
             "sampling": flat | {"law": law},
-            "speculation": asdict(parameters.speculation),
+            "speculation": speculation,
             "target_fingerprint": parameters.target_fingerprint,
             "target_changed": parameters.target_changed,
         }

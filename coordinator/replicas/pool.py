@@ -258,22 +258,43 @@ class ReplicaPools:
         """Most draft tokens a round that every live replica allows."""
         return min([self.target_info.max_gamma, *(r.info.max_gamma for r in self.all_replicas() if r.info)])
 
-    def route_draft(self, pool: str) -> str:
+    def route_draft(self, pool: str, *, is_settled: bool = True) -> str:
         """The draft pool of a request that asked for `pool` ("": any); "" when there is no draft pool at all.
+
+        Args:
+            pool: as asked for.
+            is_settled: whether a request that asked for any gets one now, and keeps it; else "".
 
         Raises:
             NotFound: no draft pool of that name has ever been seen.
         """
         if pool in self.lookup_pools:
             return pool
+        if not pool and not is_settled:
+            return ""
         if not pool and (named := (*self.lookup_pools, *self.local_pools)):
             return named[0]
         if pool in self._local_pool_names:
             return pool
         if pool and pool not in self._draft_pool_names:
-            raise NotFound(f"speculation.draft_pool {pool[:64]!r} is not a draft pool", reason="POOL_NOT_FOUND",
-                           field="speculation.draft_pool")  # fmt: skip
+            raise self._unknown(pool, "speculation.draft_pool", self._all_draft_pools())
         return self.model_pool(pool)
+
+    def require_model_pool(self, pool: str) -> None:
+        """Raises NotFound where no draft replica of that pool has ever been seen."""
+        if pool not in self._draft_pool_names:
+            raise self._unknown(pool, "draft_pool", self._draft_pool_names)
+
+    def _all_draft_pools(self) -> set[str]:
+        return {*self._draft_pool_names, *self.lookup_pools, *self._local_pool_names}
+
+    def _unknown(self, pool: str, field: str, known: Collection[str]) -> NotFound:
+        words = f"{field} {pool[:64]!r} is not a draft pool; there are {', '.join(sorted(known)) or 'none'}"
+        return NotFound(words, reason="POOL_NOT_FOUND", field=field)
+
+    def live_model_pools(self) -> list[str]:
+        """Names of the pools with a draft replica that can be used."""
+        return sorted({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
 
     @property
     def local_pools(self) -> tuple[str, ...]:
@@ -289,10 +310,8 @@ class ReplicaPools:
         return next(iter(self.local_pools), "") if pool in self.lookup_pools else ""
 
     def model_pool(self, pool: str) -> str:
-        """The pool of draft replicas of a request routed to `pool`: that, or any where text is looked into first; ""
-        where the target drafts."""
-        if pool in self._local_pool_names:
-            return ""
+        """The pool of draft replicas of a request routed to `pool`: that, which has none where the target drafts, or
+        any where text is looked into first."""
         if pool and pool not in self.lookup_pools:
             return pool
         live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})

@@ -8,39 +8,74 @@ The one place where a pool's name becomes a source of drafts. Not here: what a s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.lookup import Lookup, LookupKind
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.requests import DraftFigures, SpeculationChoice
+from coordinator.requests import DraftFigures, RouteFigures, SpeculationChoice
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_clock import DraftClock
 from coordinator.round.draft_source import AskedDrafts, DraftSource, ModelDrafts
 from coordinator.round.gamma import GammaChooser, PoolRecord
 from coordinator.round.local_drafts import LocalDrafts
 from coordinator.round.lookup_drafts import LookupDrafts
+from coordinator.round.request_route import RequestRoute
+from coordinator.round.routed_drafts import RoutedDrafts
+from coordinator.round.routes import Routes
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
+from coordinator.routing.classes import MOST_PROMPT_TOKENS
+from coordinator.routing.promotion import Canary
+from coordinator.routing.scoring import ScoreQueue
 from specdec.types import Mode
 
 
 class DraftKinds:
     """Makes the sources of drafts of one coordinator's requests. Used from one event loop."""
 
-    def __init__(self, pools: ReplicaPools, history: TokenHistory | None) -> None:
-        """`history`: where `suffix` looks beside the session; None: nowhere."""
+    def __init__(
+        self,
+        pools: ReplicaPools,
+        history: TokenHistory | None,
+        scores: ScoreQueue | None = None,
+        canary: Canary | None = None,
+        text_of: Callable[[Sequence[int]], str] = lambda token_ids: "",
+    ) -> None:
+        """
+        Args:
+            pools: the draft pools there are.
+            history: where `suffix` looks beside the session; None: nowhere.
+            scores: what requests are routed among draft models by; None: they are not.
+            canary: says which requests get a pool that is being promoted, where they are routed.
+            text_of: tokens as text: prompts are told apart by it.
+        """
         self._pools = pools
         self._history = history
         self._records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
         self._clocks: defaultdict[str, DraftClock] = defaultdict(DraftClock)
+        self._routes = None if scores is None else Routes(pools, self._records, scores, canary, text_of)
 
     def figures(self, pool: str) -> DraftFigures:
         """What requests have shown of a draft pool."""
         record = self._records.get(pool)
         return DraftFigures(None, None) if record is None else DraftFigures(record.measured_alpha, record.mean_gamma)
+
+    def route_figures(self, pool: str) -> list[RouteFigures]:
+        """What is known of a draft pool for each class of requests; nothing where they are not routed."""
+        return [] if self._routes is None else self._routes.figures(pool)
+
+    def route(self, wanted: SpeculationChoice, setting: RoundSetting, tokens: SessionTokens) -> RequestRoute | None:
+        """The route of a request that may have any draft model; None where it has one, or wants none."""
+        if self._routes is None or wanted.draft_pool or setting.mode is Mode.OFF:
+            return None
+        start = max(0, setting.output_start - MOST_PROMPT_TOKENS)
+        end_of_prompt = tokens.tail(start)[: setting.output_start - start]
+        request_class = self._routes.class_of(wanted.task, setting.mode, setting.filters, end_of_prompt)
+        return RequestRoute(request_class, self._routes, setting, tokens)
 
     def remember(self, token_ids: Sequence[int]) -> None:
         """A turn has said this: later drafts may be found there."""
@@ -51,6 +86,8 @@ class DraftKinds:
         """To be called when no generation runs. Idempotent."""
         if self._history is not None:
             await self._history.close()
+        if self._routes is not None:
+            await self._routes.close()
 
     def source(
         self,
@@ -59,28 +96,37 @@ class DraftKinds:
         tokens: SessionTokens,
         replicas: SessionReplicas,
         calls: SessionCalls,
+        route: RequestRoute | None = None,
     ) -> DraftSource:
         """The drafts of one request.
 
         Args:
-            wanted: `draft_pool` is the pool it was routed to.
+            wanted: `draft_pool` is the pool it was routed to; "" where that may change, which is text before a model.
             setting: of the request.
             tokens: of its session.
             replicas: of its session; `draft_pool` is whose model drafts, "" for none.
             calls: of its rounds.
+            route: of the request, where its model's pool may change.
         """
-        asked: AskedDrafts = self._models(wanted, setting, replicas, calls)
+        drafts_of = partial(self._models, wanted, setting, replicas, calls)
+        asked: AskedDrafts = (
+            drafts_of(replicas.draft_pool) if route is None else RoutedDrafts(route, replicas, drafts_of)
+        )
         if setting.mode is Mode.OFF:
             return asked
-        if local := self._pools.local_pool(wanted.draft_pool):
+        pool, local = wanted.draft_pool, self._pools.local_pool(wanted.draft_pool)
+        if route is not None:  # text before models, and models before what targets draft with, which nobody scores
+            pool = next(iter(self._pools.lookup_pools), "")
+            local = "" if replicas.draft_pool else next(iter(self._pools.local_pools), "")
+        if local:
             asked = LocalDrafts(local, self._chooser(local, wanted))
-        if wanted.draft_pool not in self._pools.lookup_pools:
+        if pool not in self._pools.lookup_pools:
             return asked
         return LookupDrafts(
-            wanted.draft_pool,
-            Lookup(LookupKind(wanted.draft_pool), self._history),
+            pool,
+            Lookup(LookupKind(pool), self._history),
             tokens,
-            self._chooser(wanted.draft_pool, wanted),
+            self._chooser(pool, wanted),
             asked if local or replicas.draft_pool else None,
             with_supports=not setting.answers_choices,
         )
@@ -90,9 +136,13 @@ class DraftKinds:
         return GammaChooser(self._records[pool], fixed=wanted.gamma, max_gamma=self._pools.target_info.max_gamma)
 
     def _models(
-        self, wanted: SpeculationChoice, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls
+        self,
+        wanted: SpeculationChoice,
+        setting: RoundSetting,
+        replicas: SessionReplicas,
+        calls: SessionCalls,
+        pool: str,
     ) -> ModelDrafts:
-        pool = replicas.draft_pool
         fixed = 0 if setting.mode is Mode.OFF else wanted.gamma
         chooser = GammaChooser(self._records[pool], fixed=fixed, max_gamma=self._pools.max_gamma)
         return ModelDrafts(pool, chooser, DraftCalls(setting, replicas, calls, self._clocks[pool]))

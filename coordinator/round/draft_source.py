@@ -37,7 +37,8 @@ class DraftSource(Protocol):
 class AskedDrafts(DraftSource, Protocol):
     """Those that somebody is asked for, as many as pay: a draft replica, or the target itself."""
 
-    chooser: GammaChooser
+    @property
+    def chooser(self) -> GammaChooser: ...
 
 
 class ModelDrafts:

@@ -12,16 +12,14 @@ sessions' rounds (the target, `specdec.engine.sessions.answer_count`), how times
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from specdec.core.forward_time import KEEP, ForwardTime, RunningMean, keep_after
+from coordinator.round.acceptance import Acceptance
+from specdec.core.forward_time import KEEP, ForwardTime, RunningMean
 
 #: Asked for until both links have been measured.
 FIRST_GAMMA = 4
-
-#: A session's own record outweighs its pool's after about this many tested draft tokens, and the record of one position
-#: that of all positions together.
-PRIOR_TOKENS = 16.0
 
 #: While target-only is best, one draft token is asked for now and then, to notice when it no longer is: as often as
 #: costs this share of the time, within these limits of tokens between two probes.
@@ -77,40 +75,6 @@ class RoundTimes(NamedTuple):
     def num_rows(self) -> int:
         """Positions asked for in this round."""
         return self.num_draft_tokens + 1
-
-
-class Acceptance:
-    """Accepted and tested draft tokens per position, old rounds fading."""
-
-    def __init__(self, keep: float) -> None:
-        self._keep = keep
-        self._accepted: list[float] = []
-        self._tested: list[float] = []
-
-    def observe(self, num_drafted: int, num_accepted: int, elapsed_rounds: int) -> None:
-        keep = keep_after(self._keep, elapsed_rounds)
-        missing = num_drafted - len(self._tested)
-        self._accepted = [count * keep for count in self._accepted] + [0.0] * missing
-        self._tested = [count * keep for count in self._tested] + [0.0] * missing
-        for position in range(min(num_accepted + 1, num_drafted)):
-            self._tested[position] += 1.0
-            self._accepted[position] += position < num_accepted
-
-    @property
-    def measured(self) -> float | None:
-        """Accepted share of tested tokens; None before the first."""
-        num_tested = sum(self._tested)
-        return sum(self._accepted) / num_tested if num_tested else None
-
-    def overall(self, prior: float) -> float:
-        """Accepted share of tested tokens; `prior` while few were tested."""
-        return (sum(self._accepted) + prior * PRIOR_TOKENS) / (sum(self._tested) + PRIOR_TOKENS)
-
-    def at(self, position: int, prior: float) -> float:
-        """The share at one position, given that those before it were accepted."""
-        if position >= len(self._tested):
-            return prior
-        return (self._accepted[position] + prior * PRIOR_TOKENS) / (self._tested[position] + PRIOR_TOKENS)
 
 
 class PoolRecord:
@@ -213,10 +177,44 @@ def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> floa
     return in_same_step + busy_share * (times.num_others - in_same_step)
 
 
-class _Best(NamedTuple):
+class BestGamma(NamedTuple):
     gamma: int
     rate: float
     """Tokens a second of its rounds, less what they cost others."""
+
+
+def best_gamma(
+    pool: PoolRecord,
+    acceptance: Acceptance,
+    alpha: float,
+    context: float,
+    limit: int,
+    draft_s: Callable[[float, float], float],
+) -> BestGamma:
+    """The gamma of the best rate after what its rows cost the others; the smallest of equals.
+
+    Args:
+        pool: whose record says what the target takes, and others lose.
+        acceptance: by position.
+        alpha: of positions that it says little of.
+        context: committed tokens.
+        limit: most draft tokens.
+        draft_s: seconds that so many draft tokens take after so many committed ones.
+    """
+    other_tokens, row_price = pool.other_step_tokens.value, pool.row_price
+    best = BestGamma(0, float("-inf"))
+    expected_tokens, reach = 1.0, 1.0
+    for gamma in range(limit + 1):
+        if gamma:
+            reach *= acceptance.at(gamma - 1, alpha)
+            expected_tokens += reach
+        round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_tokens, context)
+        if gamma:
+            round_s += draft_s(gamma, context)
+        rate = expected_tokens / max(round_s, 1e-9) - row_price * gamma
+        if rate > best.rate:
+            best = BestGamma(gamma, rate)
+    return best
 
 
 class GammaChooser:
@@ -315,21 +313,6 @@ class GammaChooser:
         tokens = 2 * pool.draft_wait.predict(1, context) / max(PROBE_SHARE * round_s, 1e-9)
         return min(max(tokens, LEAST_TOKENS_PER_PROBE), MOST_TOKENS_PER_PROBE)
 
-    def _best(self, limit: int) -> _Best:
-        """The gamma of the best rate after what its rows cost the others; the smallest of equals."""
-        pool, context = self._pool, self._committed_len
-        alpha = self._acceptance.overall(pool.alpha)
-        other_tokens, row_price = pool.other_step_tokens.value, pool.row_price
-        best = _Best(0, float("-inf"))
-        expected_tokens, reach = 1.0, 1.0
-        for gamma in range(limit + 1):
-            if gamma:
-                reach *= self._acceptance.at(gamma - 1, alpha)
-                expected_tokens += reach
-            round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_tokens, context)
-            if gamma:
-                round_s += pool.draft_wait.predict(gamma, context)
-            rate = expected_tokens / max(round_s, 1e-9) - row_price * gamma
-            if rate > best.rate:
-                best = _Best(gamma, rate)
-        return best
+    def _best(self, limit: int) -> BestGamma:
+        return best_gamma(self._pool, self._acceptance, self._acceptance.overall(self._pool.alpha), self._committed_len,
+                          limit, self._pool.draft_wait.predict)  # fmt: skip

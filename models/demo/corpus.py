@@ -2,12 +2,15 @@
 
 What it is: a deterministic walk over the library's source, a held-out set chosen by a hash of the file's name, and two
 kinds of document made of the rest: stretches of a file, and conversations whose question is a function's docstring and
-whose answer is that function. What it is not: a tokenizer or a training loop (`train.py`). Run alone it writes the
+whose answer is that function. The prose beside it is what people wrote for people: docstrings, and the reference manual
+that the interpreter carries. What it is not: a tokenizer or a training loop (`train.py`). Run alone it writes the
 prompts of the benchmarks (`python models/demo/corpus.py bench/prompts`), all from held-out files.
 """
 
 import ast
 import hashlib
+import inspect
+import pydoc_data.topics
 import random
 import sys
 import sysconfig
@@ -103,6 +106,25 @@ def documents(files: list[SourceFile], seed: int) -> list[str]:
     return texts
 
 
+def prose(files: list[SourceFile], *, held_out: bool) -> list[str]:
+    """Documents of prose: the docstrings of each of these files, one after the other, and topics of the manual.
+
+    Args:
+        files: of the library.
+        held_out: the files and topics that training never sees, or those it does.
+    """
+    topics = [SourceFile(name, text.strip()) for name, text in sorted(pydoc_data.topics.topics.items())]
+    texts = ["\n\n".join(_docstrings(file)) for file in files if file.held_out == held_out]
+    texts += [topic.text for topic in topics if topic.held_out == held_out]
+    return [text for text in texts if text]
+
+
+def prose_prompts(files: list[SourceFile]) -> list[str]:
+    """Beginnings of held-out prose, as long as the other prompts; up to 20."""
+    texts = [text[:PROMPT_CHARACTERS].rstrip() for text in prose(files, held_out=True)]
+    return [text for text in texts if len(text) > PROMPT_CHARACTERS // 2][:NUM_PROMPTS]
+
+
 def prompts(files: list[SourceFile]) -> list[str]:
     """The benchmarks' prompts: the start of a function and what stands before it, from 20 held-out files."""
     texts = []
@@ -138,6 +160,14 @@ def _documented_functions(file: SourceFile) -> Iterator[tuple[str, str]]:
         if head:
             question = " ".join(docstring.split("\n\n")[0].split())
             yield question, "".join(line[indent:] if line.strip() else "\n" for line in head + body)
+
+
+def _docstrings(file: SourceFile) -> Iterator[str]:
+    for node in ast.walk(_parse(file)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
+            if len(text.split()) > 3:  # a word or two is no prose
+                yield text
 
 
 def _parse(file: SourceFile) -> ast.Module:

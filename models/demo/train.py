@@ -134,22 +134,26 @@ class Batches:
 class Optimizers:
     """Muon for the layers' matrices and AdamW for embeddings and norms, on one schedule (warm-up, then linear)."""
 
-    def __init__(self, model: LlamaForCausalLM, num_steps: int, plan: TrainingPlan) -> None:
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
-        others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]
+    def __init__(self, model: torch.nn.Module, num_steps: int, plan: TrainingPlan) -> None:
+        learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        matrices = [p for name, p in learned.items() if p.ndim == 2 and "layers." in name]
+        others = [p for name, p in learned.items() if not (p.ndim == 2 and "layers." in name)]
         self._num_steps, self._plan, self._step = num_steps, plan, 0
-        self._parameters = list(model.parameters())
-        self._members = [
-            torch.optim.Muon(matrices, lr=plan.matrix_lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=plan.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self._parameters = list(learned.values())
+        self._members: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._members.append(
+                torch.optim.Muon(matrices, lr=plan.matrix_lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+            )
+        self._members.append(torch.optim.AdamW(others, lr=plan.other_lr, betas=(0.9, 0.95), weight_decay=0.0))
 
     def step(self) -> None:
         """Apply the gradients and clear them."""
         warmup = min(1.0, (self._step + 1) / self._plan.num_warmup_steps)
         decay = max(self._plan.final_lr_share, 1.0 - self._step / self._num_steps)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        for member, lr in zip(self._members, (self._plan.matrix_lr, self._plan.other_lr), strict=True):
+        for member in self._members:
+            lr = self._plan.matrix_lr if isinstance(member, torch.optim.Muon) else self._plan.other_lr
             for group in member.param_groups:
                 group["lr"] = lr * warmup * decay
             member.step()

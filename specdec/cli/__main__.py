@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import specdec
-from specdec.cli import bench, chat, generate, health, scale, status, up
+from specdec.cli import bench, chat, generate, health, pools, promote, scale, status, up
 from specdec.cli.terminal import error_line
 from specdec.errors import InvalidRequest, SpecdecError
 
@@ -38,6 +38,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     generate.add_parser(commands, environ)
     chat.add_parser(commands, environ)
     status.add_parser(commands, environ)
+    pools.add_parser(commands, environ)
+    promote.add_parser(commands, environ)
     scale.add_parser(commands, environ)
     bench.add_parser(commands, environ)
     health.add_parser(commands)
@@ -62,7 +64,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         if args.command in ("generate", "chat"):
             talk = {"generate": generate.run, "chat": chat.run}
             return talk[args.command](args, environ, _interrupts)
-        commands = {"status": status.run, "scale": scale.run, "bench": bench.run, "health": health.run}
+        commands = {
+            "status": status.run,
+            "pools": pools.run,
+            "promote": promote.run,
+            "scale": scale.run,
+            "bench": bench.run,
+            "health": health.run,
+        }
         return commands[args.command](args, environ)
     except SystemExit as exit_:  # help, or a usage error that has been told
         return int(exit_.code or 0)

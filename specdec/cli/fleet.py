@@ -148,7 +148,8 @@ class Fleet:
 
     def _check(self, role: str, number: int) -> None:
         if role not in self._launcher.roles:
-            raise InvalidRequest(f"{role}={number}: this system has no {role} model", field=role)
+            there_are = ", ".join(self._launcher.roles)
+            raise InvalidRequest(f"{role}={number}: this system has no {role} model; there are {there_are}", field=role)
         least = 1 if role == "target" else 0
         if not least <= number <= MAX_REPLICAS:
             raise InvalidRequest(f"{role}={number}: must be {least} to {MAX_REPLICAS}", field=role)

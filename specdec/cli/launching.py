@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from specdec.cli.processes import Child, free_ports
 from specdec.cli.services import Service
 from specdec.cli.up_flags import (
-    ROLES,
     UTILIZATION_ALONE,
     Models,
-    counts,
     later_metrics_address,
     num_ranks,
+    num_replicas,
+    role_of_group,
     utilization,
     value,
 )
@@ -30,7 +30,7 @@ _QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 
 def role_of(name: str) -> str:
-    """Of a service that is called ROLE-NUMBER."""
+    """Of a service that is called ROLE-NUMBER; of a replica of one of several draft pools, draft-POOL."""
     return name.rpartition("-")[0]
 
 
@@ -65,8 +65,8 @@ class Launcher:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """That have a model."""
-        return tuple(role for role in ROLES if role == "target" or self._served.draft)
+        """That have a model; where there are several draft pools, each is one."""
+        return ("target", *(pool.group for pool in self._served.drafts))
 
     def coordinator(self) -> Service:
         """Starts the coordinator."""
@@ -74,6 +74,7 @@ class Launcher:
         arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
         arguments += ["--tenant", self._args.tenant]
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
+        arguments += ["--route", "auto"] if self._args.route == "auto" else []
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
 
@@ -84,10 +85,10 @@ class Launcher:
             name: of one that does not run.
             num_alike: replicas of its role that there are to be.
         """
-        role = role_of(name)
+        role = role_of_group(role_of(name))
         if self._ray_address:
             return self._placed_replica(name, role)
-        arguments = [*self._replica_arguments(role), "--listen", f"127.0.0.1:{self._free_port()}"]
+        arguments = [*self._replica_arguments(name), "--listen", f"127.0.0.1:{self._free_port()}"]
         return Child(
             name,
             f"{role}_service",
@@ -109,7 +110,7 @@ class Launcher:
         return Child(
             name,
             "specdec.cluster.placed_replica",
-            [*placed, "--", *self._replica_arguments(role)],
+            [*placed, "--", *self._replica_arguments(name)],
             {**own, **self._environ},
             shown_level=args.log_level,
         )
@@ -117,11 +118,14 @@ class Launcher:
     def require_room(self, added: Mapping[str, int]) -> None:
         """Whether so many more replicas of each role fit is found out by starting them."""
 
-    def _replica_arguments(self, role: str) -> list[str]:
-        args, served = self._args, self._served
-        own = ["--model", served.target if role == "target" else served.draft]
-        if role == "draft" and served.for_tokenizer:
-            own += ["--for-tokenizer", served.for_tokenizer]
+    def _replica_arguments(self, name: str) -> list[str]:
+        args, group = self._args, role_of(name)
+        role = role_of_group(group)
+        own = ["--model", self._served.target]
+        if role == "draft":
+            pool = next(pool for pool in self._served.drafts if pool.group == group)
+            own = ["--model", pool.model, "--pool", pool.name]
+            own += ["--for-tokenizer", pool.for_tokenizer] if pool.for_tokenizer else []
         return [
             *own,
             *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
@@ -169,7 +173,7 @@ class Launcher:
 
     def _share(self, role: str) -> str:
         """Share of the device's memory of each replica; one that is added gets as much as the first ones."""
-        return str(utilization(self._args, role) / max(1, counts(self._args)[role]))
+        return str(utilization(self._args, role) / max(1, num_replicas(self._args, role)))
 
     def _free_port(self) -> int:
         """One that no replica was given before."""

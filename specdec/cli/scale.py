@@ -15,7 +15,7 @@ from typing import Any
 
 from specdec.cli import control
 from specdec.cli.request_flags import add_endpoint_flag
-from specdec.cli.up_flags import ROLES, Usage
+from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
 from specdec.config import split_address
 from specdec.errors import InvalidRequest
@@ -24,7 +24,12 @@ from specdec.errors import InvalidRequest
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("scale", help="start or drain replicas of a running specdec up", allow_abbrev=False)
     add_endpoint_flag(parser, environ)
-    parser.add_argument("counts", nargs="+", metavar="ROLE=N", help="target=N or draft=N; the other stays as it is")
+    parser.add_argument(
+        "counts",
+        nargs="+",
+        metavar="ROLE=N",
+        help="target=N or draft=N, of several draft models draft-POOL=N; the others stay as they are",
+    )
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -51,9 +56,9 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def _counts(words: list[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for word in words:
-        found = re.fullmatch(rf"({'|'.join(ROLES)})=(-?\d{{1,9}})", word)
+        found = re.fullmatch(r"(target|draft(?:-[\w.-]+)?)=(-?\d{1,9})", word)
         if found is None or found[1] in counts:
-            raise Usage(f"{word!r} is not target=N or draft=N, each at most once")
+            raise Usage(f"{word!r} is not target=N, draft=N or draft-POOL=N, each at most once")
         counts[found[1]] = int(found[2])
     return counts
 

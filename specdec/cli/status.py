@@ -20,7 +20,7 @@ from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
 from specdec.client import Client, Pool, ServerInfo
 
 #: Columns of a table that is read by another program, which cuts nothing off.
-_PIPE_COLUMNS = 4096
+PIPE_COLUMNS = 4096
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         f"specdec {served.version}  {served.target_model}  context {served.max_context_tokens} tokens  "
         f"gamma at most {served.max_gamma}"
     )
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
     Console(width=width, no_color=bool(environ.get("NO_COLOR")), highlight=False).print(_table(served))
     if not any(pool.role == "target" and pool.replicas for pool in served.pools):
         print("no target replica is alive: requests wait, or fail", file=sys.stderr)

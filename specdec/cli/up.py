@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     served = up_flags.models(args)
     endpoint = up_flags.listen_address(args)
     metrics = up_flags.metrics_addresses(args, up_flags.names_of(args))
-    if not (served.draft or args.lookup or args.local_draft) and args.replicas_draft is None:
+    if not (served.drafts or args.lookup or args.local_draft) and args.replicas_draft is None:
         _say("note: no --draft was given: target-only, every token takes a step of the target")
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(Waiting())
@@ -139,20 +139,22 @@ def _own_ray(
 
 
 def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, stop: threading.Event) -> Models:
-    """What is served, with whose tokens a draft of another tokenizer is to make. Returns at once on `stop`.
+    """What is served, with whose tokens drafts of another tokenizer are to make. Returns at once on `stop`.
 
     Raises:
         SpecdecError: what `require_servable_pair` raises, before anything is loaded.
     """
-    named = {"--target": served.target, "--draft": served.draft}
-    models = {flag: model for flag, model in named.items() if model and not model.startswith(SIMULATED_PREFIX)}
-    outcome: Future[str] = Future()
+    several = len(served.drafts) > 1
+    drafts = {f"--draft {pool.name}" if several else "--draft": pool.model for pool in served.drafts}
+    named = {"--target": served.target} | drafts
+    models = {flag: model for flag, model in named.items() if not model.startswith(SIMULATED_PREFIX)}
+    outcome: Future[dict[str, str]] = Future()
 
     def check() -> None:
         try:
-            in_common = require_servable_pair(models)
+            in_common = _tokens_in_common(models)
             for flag, model in models.items():
-                if (ranks := up_flags.num_ranks(args, flag.removeprefix("--"))) > 1:
+                if (ranks := up_flags.num_ranks(args, flag.split()[0].removeprefix("--"))) > 1:
                     require_divisible(model, ranks)
             outcome.set_result(in_common)
         except BaseException as error:
@@ -163,10 +165,28 @@ def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, st
     while not (stop.is_set() or outcome.done()):
         waiting.show(f"checking {' and '.join(models.values())}")
         wait([outcome], _POLL_S)
-    if not outcome.done() or not (in_common := outcome.result()):
+    if not outcome.done():
         return served
-    _say(f"note: --draft has another tokenizer than --target: {in_common} are the target's too; it drafts for that")
-    return replace(served, for_tokenizer=args.tokenizer or served.target)
+    in_common = outcome.result()
+    for flag, told in in_common.items():
+        _say(f"note: {flag} has another tokenizer than --target: {told} are the target's too; it drafts for that")
+    target = args.tokenizer or served.target
+    pools = [
+        replace(pool, for_tokenizer=target if flag in in_common else "")
+        for flag, pool in zip(drafts, served.drafts, strict=True)
+    ]
+    return replace(served, drafts=tuple(pools))
+
+
+def _tokens_in_common(models: Mapping[str, str]) -> dict[str, str]:
+    """What each draft with another tokenizer than the target's has in common with it, by flag. Raises as
+    `require_servable_pair`."""
+    target = {flag: model for flag, model in models.items() if flag == "--target"}
+    drafts = [{flag: model} for flag, model in models.items() if flag != "--target"]
+    told = {next(iter(draft)): require_servable_pair(target | draft) for draft in drafts}
+    if not drafts:
+        require_servable_pair(target)
+    return {flag: words for flag, words in told.items() if words}
 
 
 def _await_ready(fleet: Fleet, endpoint: str, waiting: Waiting, stop: threading.Event) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import specdec
+from specdec.cli.draft_pools import DraftPool, draft_pools
 from specdec.cli.processes import free_ports
 from specdec.config import join_address, split_address
 from specdec.engines import SIMULATED_PREFIX
@@ -43,14 +44,12 @@ class Models:
     """What is served."""
 
     target: str
-    draft: str
-    """"" for target-only."""
-    for_tokenizer: str = ""
-    """Whose tokens the draft is to make, where it has others of its own."""
+    drafts: tuple[DraftPool, ...]
+    """None for target-only."""
 
 
 class _Draft(argparse.Action):
-    """Tells a model from the kinds of drafts that need none: `draft` is the model, `lookup` are the kinds that are
+    """Tells models from the kinds of drafts that need none: `draft` are the models, `lookup` are the kinds that are
     found in text, `local_draft` those that targets draft by themselves."""
 
     def __call__(
@@ -64,10 +63,8 @@ class _Draft(argparse.Action):
                 parse_local_drafts(namespace.local_draft)
             except ValueError as error:
                 raise argparse.ArgumentError(self, str(error)) from None
-        elif namespace.draft:
-            raise argparse.ArgumentError(self, f"{namespace.draft} and {given} are two models; there can be one")
-        else:
-            namespace.draft = given
+        elif given:
+            namespace.draft = (*namespace.draft, given)
 
 
 def add_parser(commands: Any) -> None:
@@ -75,12 +72,18 @@ def add_parser(commands: Any) -> None:
     model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
     parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
     parser.add_argument(
-        "--draft", **model, action=_Draft,
+        "--draft", metavar="[NAME=]PATH_OR_HUB_ID", default=(), action=_Draft,
         help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
         "drafts found in the session's text, or in other outputs as well, without a model. Or early-exit:N[:PATH]: "
-        "the target's own first N layers. Repeatable: where nothing is found the target or the model is asked",
+        "the target's own first N layers. Repeatable: where nothing is found the target or a model is asked, and each "
+        "model is a pool of its own, which requests ask for by NAME; default: the last part of its path",
     )  # fmt: skip
     parser.set_defaults(lookup=(), local_draft=())
+    parser.add_argument(
+        "--route", default="none", choices=["auto", "none"],
+        help="auto: of several draft models, each request gets the one that its kind of requests goes fastest with; "
+        "none: the first one by name, where it asks for none; default none",
+    )  # fmt: skip
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
     )
@@ -118,7 +121,7 @@ def add_parser(commands: Any) -> None:
         "--log-level", default="warning", choices=_LOG_LEVELS,
         help="least severe log records of the services that are shown once they serve; default warning",
     )  # fmt: skip
-    parser.add_argument("--replicas-draft", type=int, metavar="N", help="default 1; 0: target-only")
+    parser.add_argument("--replicas-draft", type=int, metavar="N", help="of each draft; default 1; 0: target-only")
     parser.add_argument("--replicas-target", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument(
         "--tensor-parallel", type=int, metavar="N", dest="tensor_parallel_target",
@@ -171,6 +174,7 @@ def check(args: argparse.Namespace) -> None:
         for flag in (f"--kv-cache-bytes-{role}", f"--num-threads-{role}"):
             if (number := value(args, flag)) is not None and number < 1:
                 raise Usage(f"{flag} must be at least 1")
+    _pools_given(args)
     if args.local_draft and num_ranks(args, "target") > 1:
         raise Usage(f"--draft {args.local_draft[0]} does not go with --tensor-parallel: ranks do not draft")
     target, draft = (utilization(args, role) for role in ROLES)
@@ -182,7 +186,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def num_drafts(args: argparse.Namespace) -> int:
-    """Draft replicas: none beside a target of the caller's that comes alone, or where only text is looked at."""
+    """Replicas of each draft model: none beside a target of the caller's that comes alone, or where only text is looked
+    at."""
     if args.replicas_draft is not None:
         return int(args.replicas_draft)
     return 0 if (args.target or args.lookup or args.local_draft) and not args.draft else 1
@@ -201,12 +206,26 @@ def models(args: argparse.Namespace) -> Models:
         Usage: the demo pair is wanted, and this installation has none.
     """
     demo = Path(specdec.__file__).resolve().parents[1] / "models" / "demo"
-    target, draft = args.target or str(demo / "target"), args.draft or str(demo / "draft")
     if not (args.target and (args.draft or not num_drafts(args))) and not (demo / "target").is_dir():
         raise Usage(f"no demo pair in {demo}: give --target and --draft")
+    target = args.target or str(demo / "target")
+    drafts: tuple[DraftPool, ...] = ()
+    if num_drafts(args):
+        drafts = _pools_given(args) or draft_pools([str(demo / "draft")], _LOOKUPS)
     if args.ray_address:  # a relative path is another one on another machine
-        target, draft = (str(Path(model).absolute()) if Path(model).exists() else model for model in (target, draft))
-    return Models(target, draft if num_drafts(args) else "")
+        target, drafts = _elsewhere(target), tuple(replace(pool, model=_elsewhere(pool.model)) for pool in drafts)
+    return Models(target, drafts)
+
+
+def _elsewhere(model: str) -> str:
+    return str(Path(model).absolute()) if Path(model).exists() else model
+
+
+def _pools_given(args: argparse.Namespace) -> tuple[DraftPool, ...]:
+    try:
+        return draft_pools(args.draft, _LOOKUPS)
+    except ValueError as error:
+        raise Usage(f"--draft: {error}") from None
 
 
 def listen_address(args: argparse.Namespace) -> str:
@@ -261,12 +280,23 @@ def names_of(args: argparse.Namespace) -> list[str]:
     """The services that are started on this machine, the coordinator first."""
     if args.ray_address:
         return ["coordinator"]
-    return ["coordinator", *(f"{role}-{index}" for role, count in counts(args).items() for index in range(count))]
+    return ["coordinator", *(f"{group}-{index}" for group, count in counts(args).items() for index in range(count))]
 
 
 def counts(args: argparse.Namespace) -> dict[str, int]:
-    """Replicas of each role that are started."""
-    return {"target": int(args.replicas_target), "draft": num_drafts(args)}
+    """Replicas that are started: targets, and drafts, of each pool where there are several."""
+    groups = [pool.group for pool in _pools_given(args)] or ["draft"]
+    return {"target": int(args.replicas_target)} | dict.fromkeys(groups, num_drafts(args))
+
+
+def num_replicas(args: argparse.Namespace, role: str) -> int:
+    """Replicas of a role that are started, of all its pools."""
+    return sum(count for group, count in counts(args).items() if role_of_group(group) == role)
+
+
+def role_of_group(group: str) -> str:
+    """target, or draft: of one pool or of all."""
+    return group.partition("-")[0]
 
 
 def utilization(args: argparse.Namespace, role: str) -> float:

@@ -18,7 +18,16 @@ from specdec.client.endpoints import check_endpoint
 from specdec.client.failures import closed, read_failure
 from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
 from specdec.client.request import ChatMessage, GenerateOptions, Input, build_request, build_tokenize_request
-from specdec.client.results import Chunk, Completion, ServerInfo, Session, read_server_info, read_session
+from specdec.client.results import (
+    Chunk,
+    Completion,
+    Promotion,
+    ServerInfo,
+    Session,
+    read_promotion,
+    read_server_info,
+    read_session,
+)
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
 from specdec.rpc.channels import dial
@@ -221,6 +230,15 @@ class AsyncClient:
     ) -> tuple[int, ...]:
         """Token ids of a text or a conversation, as `generate` would see them in a new session."""
         return tuple((await self._ask(self._stub.Tokenize, build_tokenize_request(text, messages))).token_ids)
+
+    async def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
+        """Gives sessions a draft pool, share by share up to `share` of them; 0 ends what is being promoted.
+
+        It goes back by itself where it makes fewer tokens a second. Raises NotFound where there is no such pool,
+        Unsupported where requests are not routed.
+        """
+        answer = await self._ask(self._stub.Promote, pb.PromoteRequest(draft_pool=draft_pool, share=share))
+        return read_promotion(answer.promotion) if answer.HasField("promotion") else None
 
     async def info(self) -> ServerInfo:
         """What is being served, and by which replicas."""

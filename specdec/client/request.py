@@ -90,7 +90,7 @@ class GenerateOptions(TypedDict, total=False):
     """Draft tokens a round; chosen by the server otherwise."""
     draft_pool: str | None
     task: str | None
-    """A label of the kind of request, for statistics; at most 64 characters."""
+    """A label of the kind of request, for statistics and routing; at most 64 characters."""
     provenance: bool | None
     """Fills `Chunk.details`: source, p, q, draft pool and text of each token."""
     timeout: float | None

@@ -147,6 +147,24 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """How a draft pool does for a class of requests."""
+
+    request_class: str
+    """Task label or kind of prompt, mode, temperature: `code/rejection/greedy`."""
+    alpha: float | None
+    """That it has or would have had, of tokens committed lately; None before the first."""
+    goodput: float | None
+    """Tokens a second of a stream, as predicted; None before it can be."""
+    weight: float
+    """Of the class's pools, 0..1."""
+    share: float
+    """Of the class's rounds lately, 0..1."""
+    is_chosen: bool
+    """Whether new requests of the class are drafted for here."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     name: str
     role: str
@@ -158,6 +176,21 @@ class Pool:
     gamma: float | None = None
     """Of a draft pool: draft tokens asked for a round lately, near 0 while drafting does not pay; None before the first
     round whose gamma the server chose."""
+    routes: tuple[Route, ...] = ()
+    """Of a draft pool, where requests are routed: by class of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A draft pool that sessions get instead of the one they would have had."""
+
+    draft_pool: str
+    share: float
+    """Of the sessions, now."""
+    most: float
+    """That was asked for."""
+    status: str
+    """running | done | rolled_back: it made fewer tokens a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +202,7 @@ class ServerInfo:
     max_context_tokens: int
     max_gamma: int
     pools: tuple[Pool, ...]
+    promotion: Promotion | None = None
 
 
 def read_chunk(message: pb.TokenChunk) -> Chunk:
@@ -225,7 +259,12 @@ def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
         max_context_tokens=message.max_context_tokens,
         max_gamma=message.max_gamma,
         pools=tuple(map(_read_pool, message.pools)),
+        promotion=read_promotion(message.promotion) if message.HasField("promotion") else None,
     )
+
+
+def read_promotion(message: pb.PromotionInfo) -> Promotion:
+    return Promotion(message.draft_pool, message.share, message.most, message.status)
 
 
 def _read_pool(message: pb.PoolInfo) -> Pool:
@@ -236,6 +275,18 @@ def _read_pool(message: pb.PoolInfo) -> Pool:
         replicas=_read_replicas(message.replicas),
         alpha=message.alpha if message.HasField("alpha") else None,
         gamma=message.gamma if message.HasField("gamma") else None,
+        routes=tuple(map(_read_route, message.routes)),
+    )
+
+
+def _read_route(message: pb.RouteInfo) -> Route:
+    return Route(
+        request_class=message.request_class,
+        alpha=message.alpha if message.HasField("alpha") else None,
+        goodput=message.goodput if message.HasField("goodput") else None,
+        weight=message.weight,
+        share=message.share,
+        is_chosen=message.is_chosen,
     )
 
 

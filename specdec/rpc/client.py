@@ -29,7 +29,7 @@ from specdec.rpc.identity import check_answering, meant_for
 from specdec.rpc.link_stream import LinkStream
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.tenant import DEFAULT_TENANT
-from specdec.types import EngineInfo, Proposal, ProposeRequest, Verification, VerifyRequest
+from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 RequestT = TypeVar("RequestT")
@@ -236,6 +236,20 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
             SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
         """
         return await self._ask(request, wire, model=model, patience=patience)
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Asks what the draft would have drawn committed tokens with. Read-only, so it may be repeated.
+
+        Raises:
+            ResourceExhausted: the replica drafts for others (REPLICA_BUSY).
+            Unavailable: it cannot be reached, does not answer in time, or answers nonsense.
+            SpecdecError: what it answered.
+        """
+        answer = await self._unary("Score", codec.encode_score_request(request), draft_pb2.ScoreResponse)
+        try:
+            return codec.decode_score(answer, len(request.token_ids))
+        except ValueError as error:
+            raise Unavailable(f"{self.address}: the replica answered Score with what is no score: {error}") from error
 
     def _replies_of(self, frame: bytes) -> Sequence[draft_pb2.Proposal]:
         return draft_pb2.ProposalFrame.FromString(frame).proposals

@@ -9,14 +9,26 @@ Wire format: protos/specdec/v1/{common,draft,target}.proto. Numbers in `bytes` f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
+
+import numpy as np
 
 from specdec.core.limits import check_token_ids
 from specdec.core.packed import PackedIds
 from specdec.errors import InvalidRequest
-from specdec.rpc.arrays import decode_supports, encode_supports, token_ids
+from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, to_bytes, token_ids
 from specdec.rpc.rounds import decode_round, encode_round, require, require_context
-from specdec.types import EngineInfo, LocalDraft, ProposeRequest, TokenIds, VerifyRequest
+from specdec.types import (
+    MAX_SCORED_TOKENS,
+    EngineInfo,
+    LocalDraft,
+    ProposeRequest,
+    Score,
+    ScoreRequest,
+    TokenIds,
+    VerifyRequest,
+)
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 _MAX_LOGPROBS = 1024
@@ -38,6 +50,39 @@ def decode_propose_request(message: draft_pb2.ProposeRequest, limits: EngineInfo
     round_ = decode_round(message.round, limits)
     require(1 <= message.gamma <= limits.max_gamma, "gamma", f"must be 1 to {limits.max_gamma}, not {message.gamma}")
     return ProposeRequest(position=round_, gamma=message.gamma)
+
+
+def encode_score_request(request: ScoreRequest) -> draft_pb2.ScoreRequest:
+    """A message of its own."""
+    message = draft_pb2.ScoreRequest(token_ids=request.token_ids.tolist())
+    encode_round(request.position, message.round)
+    return message
+
+
+def decode_score_request(message: draft_pb2.ScoreRequest, limits: EngineInfo) -> ScoreRequest:
+    """Reads it and checks it against the replica's vocabulary; its engine checks the rest.
+
+    Raises:
+        InvalidRequest: naming the field and its limit.
+    """
+    num_scored = len(message.token_ids)
+    require(num_scored <= MAX_SCORED_TOKENS, "token_ids", f"holds {num_scored}; the limit is {MAX_SCORED_TOKENS}")
+    return ScoreRequest(decode_round(message.round, limits), token_ids(message.token_ids))
+
+
+def encode_score(score: Score) -> draft_pb2.ScoreResponse:
+    """The answer to one."""
+    return draft_pb2.ScoreResponse(
+        q=to_bytes([np.array(score.q)], "<f4"), forward_s=score.forward_s, step_s=score.step_s
+    )
+
+
+def decode_score(message: draft_pb2.ScoreResponse, num_scored: int) -> Score:
+    """The inverse. Raises ValueError: it does not answer a request for so many tokens."""
+    q = from_bytes(message.q, "<f4", num_scored, "q")
+    if not (np.all((q >= 0.0) & (q <= 1.0)) and 0.0 <= message.step_s < inf and 0.0 <= message.forward_s < inf):
+        raise ValueError("q outside 0..1, or a time that is none")
+    return Score(tuple(q.tolist()), forward_s=message.forward_s, step_s=message.step_s)
 
 
 def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:

@@ -36,6 +36,7 @@ _BY_REASON: dict[str, type[SpecdecError]] = {
     "QUEUE_FULL": errors.ResourceExhausted,
     "KV_EXHAUSTED": errors.ResourceExhausted,
     "QUOTA_EXCEEDED": errors.ResourceExhausted,
+    "REPLICA_BUSY": errors.ResourceExhausted,
     "REPLICA_UNAVAILABLE": errors.Unavailable,
     "STORE_UNAVAILABLE": errors.Unavailable,
     "DRAINING": errors.Unavailable,

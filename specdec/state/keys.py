@@ -52,6 +52,11 @@ def prefix_keys(tenant: str, chain_hashes: Sequence[bytes]) -> list[str]:
     return [f"{stem}:{chain_hash.hex()}" for chain_hash in chain_hashes]
 
 
+def promotion_key(tenant: str) -> str:
+    """Key of the tenant's promotion of a draft pool."""
+    return f"specdec:{tenant}:promotion"
+
+
 def pack_tokens(token_ids: TokenIds) -> bytes:
     """Packs token ids, uint32 [n], into 4n bytes."""
     return np.ascontiguousarray(token_ids, dtype=PACKED_TOKEN).tobytes()

@@ -14,6 +14,7 @@ from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLo
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
 from specdec.state.prefix_directory import RedisPrefixDirectory
+from specdec.state.promotions import RedisPromotions
 from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES, decode_record, encode_record
 from specdec.state.store import (
     Commit,
@@ -157,6 +158,10 @@ class RedisSessionStore:
         """The tenant's directory of prefixes. What is asked of it in one turn of the event loop travels with what is
         asked of the store."""
         return RedisPrefixDirectory(self._connection, self._tenant)
+
+    def promotions(self) -> RedisPromotions:
+        """The tenant's promotion of a draft pool."""
+        return RedisPromotions(self._connection, self._tenant)
 
     def reopen(self) -> RedisSessionStore:
         return RedisSessionStore(self._url, tenant=self._tenant, session_ttl_s=self._session_ttl_s)

@@ -1,15 +1,16 @@
-"""What the coordinator keeps outside itself: the contracts of the session store, the replica registry and the directory
-of prefixes.
+"""What the coordinator keeps outside itself: the contracts of the session store, the replica registry, the directory of
+prefixes and the promotion of a draft pool.
 
-Not here: Redis. Implementations: `redis_store` and `prefix_directory` (Redis 7, or the embedded `fakeredis`); both pass
-the conformance tests in `tests/contract`. Called by the coordinator (sessions, discovery) and by draft and target
-services (their own registration).
+Not here: Redis. Implementations: `redis_store`, `prefix_directory` and `promotions` (Redis 7, or the embedded
+`fakeredis`); both pass the conformance tests in `tests/contract`. Called by the coordinator (sessions, discovery) and
+by draft and target services (their own registration).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from specdec.errors import SpecdecError
@@ -230,4 +231,45 @@ class PrefixDirectory(Protocol):
 
     async def holders(self, chain_hashes: Sequence[bytes]) -> list[list[str]]:
         """The incarnations that hold each of a chain's prefixes, given as for `note`; those noted last come first."""
+        ...
+
+
+class PromotionStatus(StrEnum):
+    """Where a promotion stands."""
+
+    RUNNING = "running"
+    DONE = "done"
+    """The share asked for is reached, and stays."""
+    ROLLED_BACK = "rolled_back"
+    """It made fewer tokens a second: no session gets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A draft pool that sessions get instead of the one they would have had."""
+
+    pool: str
+    share: float
+    """Of the sessions, above 0, at most `most`."""
+    most: float
+    """The share that was asked for, at most 1."""
+    status: PromotionStatus
+
+
+class Promotions(Protocol):
+    """The promotion of a tenant's coordinators: one at a time, kept until another one takes its place.
+
+    All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached, and Internal for a record that is none.
+    """
+
+    async def read(self) -> Promotion | None:
+        """The one there is."""
+        ...
+
+    async def put(self, promotion: Promotion | None) -> Promotion | None:
+        """Puts one there, or none, whatever there was; returns it."""
+        ...
+
+    async def swap(self, expected: Promotion, wanted: Promotion) -> Promotion | None:
+        """Puts `wanted` in the place of `expected` where that is still there; returns the one that is there then."""
         ...

@@ -304,7 +304,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools")
+    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +312,7 @@ class GetInfoResponse(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_GAMMA_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    PROMOTION_FIELD_NUMBER: _ClassVar[int]
     version: str
     target_model: str
     vocabulary_fingerprint: str
@@ -319,23 +320,42 @@ class GetInfoResponse(_message.Message):
     max_context_tokens: int
     max_gamma: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolInfo]
-    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ...) -> None: ...
+    promotion: PromotionInfo
+    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ...) -> None: ...
 
 class PoolInfo(_message.Message):
-    __slots__ = ("name", "role", "model", "replicas", "alpha", "gamma")
+    __slots__ = ("name", "role", "model", "replicas", "alpha", "gamma", "routes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     GAMMA_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     model: str
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaInfo]
     alpha: float
     gamma: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaInfo, _Mapping]]] = ..., alpha: _Optional[float] = ..., gamma: _Optional[float] = ...) -> None: ...
+    routes: _containers.RepeatedCompositeFieldContainer[RouteInfo]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaInfo, _Mapping]]] = ..., alpha: _Optional[float] = ..., gamma: _Optional[float] = ..., routes: _Optional[_Iterable[_Union[RouteInfo, _Mapping]]] = ...) -> None: ...
+
+class RouteInfo(_message.Message):
+    __slots__ = ("request_class", "alpha", "goodput", "weight", "share", "is_chosen")
+    REQUEST_CLASS_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    request_class: str
+    alpha: float
+    goodput: float
+    weight: float
+    share: float
+    is_chosen: bool
+    def __init__(self, request_class: _Optional[str] = ..., alpha: _Optional[float] = ..., goodput: _Optional[float] = ..., weight: _Optional[float] = ..., share: _Optional[float] = ..., is_chosen: bool = ...) -> None: ...
 
 class ReplicaInfo(_message.Message):
     __slots__ = ("replica_id", "address", "draining", "num_sessions", "kv_usage")
@@ -350,3 +370,29 @@ class ReplicaInfo(_message.Message):
     num_sessions: int
     kv_usage: float
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., draining: bool = ..., num_sessions: _Optional[int] = ..., kv_usage: _Optional[float] = ...) -> None: ...
+
+class PromoteRequest(_message.Message):
+    __slots__ = ("draft_pool", "share")
+    DRAFT_POOL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    draft_pool: str
+    share: float
+    def __init__(self, draft_pool: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
+
+class PromoteResponse(_message.Message):
+    __slots__ = ("promotion",)
+    PROMOTION_FIELD_NUMBER: _ClassVar[int]
+    promotion: PromotionInfo
+    def __init__(self, promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ...) -> None: ...
+
+class PromotionInfo(_message.Message):
+    __slots__ = ("draft_pool", "share", "most", "status")
+    DRAFT_POOL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    draft_pool: str
+    share: float
+    most: float
+    status: str
+    def __init__(self, draft_pool: _Optional[str] = ..., share: _Optional[float] = ..., most: _Optional[float] = ..., status: _Optional[str] = ...) -> None: ...

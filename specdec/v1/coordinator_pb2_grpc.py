@@ -60,6 +60,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=specdec_dot_v1_dot_coordinator__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_coordinator__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
+        self.Promote = channel.unary_unary(
+                '/specdec.v1.CoordinatorService/Promote',
+                request_serializer=specdec_dot_v1_dot_coordinator__pb2.PromoteRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_coordinator__pb2.PromoteResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -101,6 +106,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Promote(self, request, context):
+        """Gives sessions a draft pool, share by share, and takes it back where it makes fewer tokens a second. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=specdec_dot_v1_dot_coordinator__pb2.GetInfoRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_coordinator__pb2.GetInfoResponse.SerializeToString,
+            ),
+            'Promote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promote,
+                    request_deserializer=specdec_dot_v1_dot_coordinator__pb2.PromoteRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_coordinator__pb2.PromoteResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class CoordinatorService(object):
             '/specdec.v1.CoordinatorService/GetInfo',
             specdec_dot_v1_dot_coordinator__pb2.GetInfoRequest.SerializeToString,
             specdec_dot_v1_dot_coordinator__pb2.GetInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Promote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.CoordinatorService/Promote',
+            specdec_dot_v1_dot_coordinator__pb2.PromoteRequest.SerializeToString,
+            specdec_dot_v1_dot_coordinator__pb2.PromoteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,8 @@ from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.routing.promotion import Canary
+from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.pace import Predraft
 from draft_service.proposer import DraftOptions, Proposer
@@ -122,12 +124,21 @@ class Coordinator:
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
     history: TokenHistory | None = None
+    scores: ScoreQueue | None = None
+    canary: Canary | None = None
+    """It looks at the store when it is told to."""
 
     async def history_settled(self) -> None:
         """Waits until what was said can be found."""
         assert self.history is not None
         await eventually(lambda: not self.generations.num_running)  # each has said all that it will
         await self.history.settle()
+
+    async def scores_settled(self) -> None:
+        """Waits until all that was said is scored."""
+        assert self.scores is not None
+        await eventually(lambda: not self.generations.num_running)
+        await self.scores.settle()
 
     async def stop(self) -> None:
         await self.channel.close()
@@ -240,6 +251,7 @@ class Rig:
         tenant: str = DEFAULT_TENANT,
         has_directory: bool = True,
         lookup: Sequence[str] = (),
+        routes: bool = False,
         num_alive: int | None = None,
         **settings: Any,
     ) -> Coordinator:
@@ -249,6 +261,7 @@ class Rig:
             tenant: whose it is.
             has_directory: it knows who holds which prefix.
             lookup: pools of drafts that it finds in text.
+            routes: it routes requests among draft models.
             num_alive: services that it is to accept; None: all.
             settings: of `GenerationSettings`.
         """
@@ -260,6 +273,8 @@ class Rig:
             lookup_pools=lookup,
         )
         history = TokenHistory(10_000) if "suffix" in lookup else None
+        scores = ScoreQueue(pools, retry_s=0.05) if routes else None
+        canary = Canary(store.promotions()) if routes else None
         generations = Generations(
             GenerationSettings(
                 **{
@@ -277,6 +292,8 @@ class Rig:
             metrics=CoordinatorMetrics("table"),
             directory=store.prefixes() if has_directory else None,
             history=history,
+            scores=scores,
+            canary=canary,
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
@@ -288,7 +305,7 @@ class Rig:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, server, stub, channel, history)
+        coordinator = Coordinator(generations, pools, server, stub, channel, history, scores, canary)
         self._coordinators.append(coordinator)
         return coordinator
 

@@ -89,17 +89,17 @@ class CannotBuild(Exception):
     """transformers makes no tiny model of this type; the message says why."""
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The default configuration of a type, made small."""
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """The default configuration of a type, made small; `changes` come last."""
     config_class = CONFIG_MAPPING[model_type]
     try:
-        return config_class(**_shrink(config_class().to_dict(), config_class))
+        return config_class(**(_shrink(config_class().to_dict(), config_class) | changes))
     except Exception as error:
         raise CannotBuild(f"its configuration: {_first_line(error)}") from error
 
 
-def build_tiny_architecture(model_type: str, directory: Path, *, seed: int = 0) -> PreTrainedModel:
-    """Writes a checkpoint of a random model of `model_type` into `directory`.
+def build_tiny_architecture(model_type: str, directory: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Writes a checkpoint of a random model of `model_type` into `directory`; `changes` are of its configuration.
 
     Returns:
         The model, with eager attention.
@@ -107,7 +107,7 @@ def build_tiny_architecture(model_type: str, directory: Path, *, seed: int = 0) 
     Raises:
         CannotBuild: transformers does not make one.
     """
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     torch.manual_seed(seed)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

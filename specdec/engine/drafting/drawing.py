@@ -119,6 +119,10 @@ class Drawing:
             guesses.update(zip(guessed_for, _likeliest(scores, self._num_likeliest), strict=True))
         return [guesses[job] for job in jobs]
 
+    def cut(self, distributions: torch.Tensor) -> Sequence[tuple[Support, float]]:
+        """What drafts are drawn from, of distributions (float64 [R, V]): supports, each with the mass outside it."""
+        return cut_supports(distributions, self._s_max, self._coverage)
+
     def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         if num_likeliest:
             _note(jobs, _likeliest(_greedy_scores(jobs, logits.values), num_likeliest))
@@ -137,9 +141,7 @@ class Drawing:
     def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         distributions = filtered_distributions(logits.values, [_context(job) for job in jobs])
         token_ids = []
-        for job, (support, lost_mass) in zip(
-            jobs, cut_supports(distributions, self._s_max, self._coverage), strict=True
-        ):
+        for job, (support, lost_mass) in zip(jobs, self.cut(distributions), strict=True):
             token_ids.append(draw_from_support(support, _draw_key(job), len(job.progress.token_ids)))
             job.progress.supports.append(support)
             job.progress.lost_mass.append(lost_mass)

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specdec.engine.heads.base import DraftHead, TargetParts
+from specdec.engine.heads.eagle3 import load_eagle3
+from specdec.engine.heads.medusa import load_medusa
+from specdec.engine.heads.mtp import load_mtp
 from specdec.errors import Unsupported
 from specdec.local_drafts import LocalDraftSpec
 
 #: Makes the head of one kind. Raises InvalidRequest: a file is missing or of the wrong shape, and says which.
 HeadLoader = Callable[[LocalDraftSpec, TargetParts], DraftHead]
 
-_LOADERS: dict[str, HeadLoader] = {}
+_LOADERS: dict[str, HeadLoader] = {"eagle3": load_eagle3, "medusa": load_medusa, "mtp": load_mtp}
 
 
 def load_head(spec: LocalDraftSpec, target: TargetParts) -> DraftHead:

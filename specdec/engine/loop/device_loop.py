@@ -37,6 +37,7 @@ import torch
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
 from specdec.engine.loop.ahead import Ahead, Branch
+from specdec.engine.loop.background import Background
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
 from specdec.engine.loop.inbox import Inbox
@@ -99,6 +100,7 @@ class EngineLoop:
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._absences = Absences()
+        self._background = Background(self._calls)
         self._inbox = Inbox()
         self._publish = self._sessions.publish
         self._restores: Restores | None = None
@@ -147,6 +149,9 @@ class EngineLoop:
             abandon = functools.partial(self._calls.abandon, call.position.session_id, waiter)
             self._inbox.post(abandon, even_closed=True)
             raise
+        finally:
+            if call.yields:
+                self._inbox.post(functools.partial(self._calls.release, call.position.session_id), even_closed=True)
 
     async def release(self, session_ids: list[str]) -> None:
         """Forgets sessions and frees their KV; calls in flight on them miss. Returns when it is done.
@@ -186,6 +191,10 @@ class EngineLoop:
             num_running=self._sessions.num_running,
             draining=self._inbox.is_closed or self._watchdog.is_stalled,
         )
+
+    def usual_step_s(self, num_context_tokens: int) -> float:
+        """Seconds of a step of one token after so many; 0 before steps were measured."""
+        return self._scheduler.usual_step_s(num_context_tokens)
 
     def kv_len(self, session_id: str) -> int:
         """Tokens of a session that have KV here now; 0 for an unknown one."""
@@ -249,9 +258,10 @@ class EngineLoop:
             while (commands := self._inbox.take(self._patience_s(), may_end=not self._calls.jobs)) is not None:
                 for command in commands:
                     command()
+                self._background.give_way()
                 begun = self._calls.start_waiting()
                 if self._restores is not None:
-                    self._restores.turn(begun)
+                    self._restores.turn([job for job in begun if not job.call.yields])
                 if self._calls.running:
                     for job in self._steps.run(self._absences):
                         if job.answer is not None:
@@ -295,6 +305,8 @@ class EngineLoop:
             return
         sequence: Sequence | None = None
         try:
+            if call.yields:
+                self._background.require_idle(call, self._absences.count(arrival_s))
             sequence = self._calls.admit(call, waiter)
             if sequence is not None:
                 self._begin(call, waiter, arrival_s, sequence)
@@ -336,6 +348,8 @@ class EngineLoop:
     def _finish(self, job: Job) -> None:
         """Stores a job's answer and sends it."""
         self._calls.finish(job, job.answer)
+        if job.call.yields:
+            return
         self._absences.note_answered(job.sequence.session_id, self._clock())
         self._ahead.note_answered(job)
 

@@ -52,11 +52,33 @@ def paged_attention_forward(
     return output.unsqueeze(0).contiguous(), None  # callers view it as they like
 
 
-_context: ContextVar[PagedContext | None] = ContextVar("paged_context", default=None)
+class LayerContext(Protocol):
+    """What transformers' modules attend in."""
+
+    @property
+    def calls(self) -> Iterator[int]:
+        """The layer that each further call is of."""
+        ...
+
+    def attend_layer(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `PagedContext.attend_layer`."""
+        ...
+
+
+_context: ContextVar[LayerContext | None] = ContextVar("paged_context", default=None)
 
 
 @contextmanager
-def attending(context: PagedContext) -> Iterator[None]:
+def attending(context: LayerContext) -> Iterator[None]:
     """Within it, transformers' modules attend in `context`, one call after the other."""
     token = _context.set(context)
     try:

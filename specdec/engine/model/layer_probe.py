@@ -62,21 +62,26 @@ def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
     Raises:
         Unsupported: some layer does not attend, or in a way that the paged attention does not compute.
     """
-    probe = _Probe(model.config.model_type)
+    model_type = model.config.model_type
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device).unsqueeze(0)
+    with probing(model_type) as layers, torch.inference_mode():
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(layers) < num_layers:
+        raise Unsupported(f"{len(layers)} of the {num_layers} layers of a model of type {model_type} have a KV cache")
+    return layers
+
+
+@contextmanager
+def probing(model_type: str) -> Iterator[list[ProbedLayer]]:
+    """Within it, modules loaded with `PROBE_NAME` attention add what each of their calls needs to the list."""
+    probe = _Probe(model_type)
     setting = _running.set(probe)
     try:
-        with torch.inference_mode():
-            model(input_ids=tokens, position_ids=positions, use_cache=False)
+        yield probe.layers
     finally:
         _running.reset(setting)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if len(probe.layers) < num_layers:
-        raise Unsupported(
-            f"{len(probe.layers)} of the {num_layers} layers of a model of type {probe.model_type} have a KV cache"
-        )
-    return probe.layers
 
 
 @contextmanager

@@ -123,6 +123,10 @@ class Scheduler:
         """
         return self._times.step_s(load)
 
+    def usual_step_s(self, num_context_tokens: int) -> float:
+        """Seconds of a step that is one token of one session with so much context; 0 before steps were measured."""
+        return self._times.usual_s(StepLoad(1, num_context_tokens))
+
     def predict_replay_s(self, num_tokens: int, kv_len: int) -> float:
         """Seconds to run the next tokens of a prompt, alone on the device; 0 before that was measured."""
         return self._times.replay_s(num_tokens, kv_len, self.max_step_tokens)

@@ -95,6 +95,10 @@ class StepTimes:
         num_more_steps = -(-num_tokens // step_tokens) - 1
         return time.predict(load.num_prefill_tokens, load.num_prefill_pairs) + num_more_steps * time.predict(0, 0)
 
+    def usual_s(self, load: StepLoad) -> float:
+        """Seconds that a step without prefill takes on average; 0 before such a step was measured."""
+        return self._without.time.predict(load.num_tokens, load.num_context_tokens)
+
     def step_s(self, load: StepLoad) -> float:
         """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
 

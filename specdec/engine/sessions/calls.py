@@ -26,14 +26,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions.table import SessionTable
 from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch
-from specdec.types import ProposeRequest, SessionPosition, TokenIds, VerifyRequest
+from specdec.types import ProposeRequest, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A validated request, in the terms of the engine."""
 
-    request: ProposeRequest | VerifyRequest
+    request: ProposeRequest | VerifyRequest | ScoreRequest
     digest: bytes
     """Of everything that was asked; with (session, epoch, round) the idempotency key."""
     draft_token_ids: TokenIds
@@ -42,6 +42,8 @@ class Call:
     """Rows wanted when the committed and draft tokens have run; at least 1."""
     max_kv_len: int
     """The most tokens that can need KV before the job finishes."""
+    yields: bool = False
+    """Nobody waits for it: it ends where another call comes, and its session with it."""
     local_draft: str = ""
     """What the worker is to draft with before the tokens run, one of `ModelShape.local_drafts`; "": nothing."""
 

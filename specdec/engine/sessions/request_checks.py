@@ -14,7 +14,7 @@ import numpy as np
 from specdec.core.chain import HASH_BYTES
 from specdec.core.limits import check_filters, check_token_ids
 from specdec.errors import InvalidRequest
-from specdec.types import ProposeRequest, SessionPosition, VerifyRequest
+from specdec.types import MAX_SCORED_TOKENS, ProposeRequest, ScoreRequest, SessionPosition, VerifyRequest
 
 _DIGEST_BYTES = 16
 
@@ -37,6 +37,21 @@ def check_round(request: SessionPosition, vocabulary_size: int) -> None:
         raise InvalidRequest("round.turn must be in [0, 2^32)", field="round.turn")
     check_token_ids(request.token_ids, vocabulary_size, "round.token_ids")
     check_filters(request.filters, vocabulary_size)
+
+
+def check_scored(request: ScoreRequest, vocabulary_size: int) -> None:
+    """Refuses what is no span of committed tokens.
+
+    Raises:
+        InvalidRequest: naming the field and the limit.
+    """
+    if request.position.start:
+        raise InvalidRequest("round.start must be 0 where tokens are scored", field="round.start")
+    if not 1 <= len(request.token_ids) <= MAX_SCORED_TOKENS:
+        raise InvalidRequest(
+            f"token_ids must hold 1 to {MAX_SCORED_TOKENS} tokens, got {len(request.token_ids)}", field="token_ids"
+        )
+    check_token_ids(request.token_ids, vocabulary_size, "token_ids")
 
 
 def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:

@@ -23,13 +23,23 @@ from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.engine.sessions.answer_count import AnswerCount
 from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, digest_of
+from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 from specdec.engine.simulated.device import Branches, ForwardTime
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
-from specdec.errors import InvalidRequest
-from specdec.types import DistributionRow, Proposal, ProposeRequest, SessionPosition, Verification, VerifyRequest
+from specdec.errors import InvalidRequest, ResourceExhausted
+from specdec.types import (
+    DistributionRow,
+    Proposal,
+    ProposeRequest,
+    Score,
+    ScoreRequest,
+    SessionPosition,
+    Support,
+    Verification,
+    VerifyRequest,
+)
 
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
@@ -64,6 +74,25 @@ class SimulatedDraft(SimulatedReplica):
             )
         )
         return proposal
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """See `DraftEngine.score`. Answered at once where no call is in work: it takes the device no time.
+
+        Raises:
+            InvalidRequest: the request can never run.
+            ResourceExhausted: a call is in work.
+        """
+        asked = request.position
+        check_round(asked, VOCABULARY_SIZE)
+        check_scored(request, VOCABULARY_SIZE)
+        if self._calls.jobs:
+            raise ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
+        text, scored = SimulatedText(self._pair.text, asked), enumerate(request.token_ids.tolist(), asked.committed_len)
+        if asked.carries_distributions:
+            q = [_mass(token_id, text.support(position)) for position, token_id in scored]
+        else:
+            q = [float(text.draft_choice(position) == token_id) for position, token_id in scored]
+        return Score(tuple(q), forward_s=0.0, step_s=self._pair.draft_step_s())
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         request = cast(ProposeRequest, job.call.request)
@@ -148,6 +177,11 @@ class SimulatedTarget(SimulatedReplica):
             "num_others": others.num_rounds,
             "num_other_rows": others.num_rows,
         }
+
+
+def _mass(token_id: int, support: Support) -> float:
+    weights = support.weights[support.token_ids == token_id]
+    return float(weights.sum()) / float(support.weights.sum(dtype=np.float64))
 
 
 def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cached_tokens: int) -> Proposal:

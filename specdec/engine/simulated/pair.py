@@ -1,8 +1,8 @@
 """The numbers that describe a simulated pair, and the model names that set them (dials).
 
 `simulated:70b-1b` is a preset; dials follow after commas: `simulated:70b-1b,alpha=0.9/0.4/0.9,stretch=128,
-predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Not here: the engines that use them (`engines`). Called by the
-services' entry points and by `bench`, whose ideal times are made of these numbers alone.
+odd_alpha=0.5,predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Not here: the engines that use them (`engines`). Called
+by the services' entry points and by `bench`, whose ideal times are made of these numbers alone.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ PRESETS = {
 
 _DIALS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
     "alpha": lambda pair, value: replace(pair, text=replace(pair.text, alphas=tuple(map(float, value.split("/"))))),
+    "odd_alpha": lambda pair, value: replace(
+        pair, text=replace(pair.text, odd_alphas=tuple(map(float, value.split("/"))))
+    ),
     "stretch": lambda pair, value: replace(pair, text=replace(pair.text, stretch_tokens=int(value))),
     "predict": lambda pair, value: replace(pair, text=replace(pair.text, predictability=float(value))),
     "fan_out": lambda pair, value: replace(pair, fan_out=int(value)),
@@ -95,7 +98,7 @@ def simulated_pair(model: str) -> SimulatedPair:
             ) from error
     text = pair.text
     if not (
-        all(0.0 <= share <= 1.0 for share in (*text.alphas, text.predictability))
+        all(0.0 <= share <= 1.0 for share in (*text.alphas, *text.odd_alphas, text.predictability))
         and text.stretch_tokens >= 1
         and pair.fan_out >= 1
         and pair.link_delay_s >= 0.0

@@ -61,8 +61,12 @@ class TextDials:
     predictability: float = 0.9
     """Probability that the token after a round's accepted ones is among the F likeliest the draft would guess."""
 
-    def alpha_at(self, output_index: int) -> float:
-        return self.alphas[min(max(output_index, 0) // self.stretch_tokens, len(self.alphas) - 1)]
+    odd_alphas: tuple[float, ...] = ()
+    """Those of requests with an odd seed, as if these were of another kind; empty: the same."""
+
+    def alpha_at(self, output_index: int, seed: int) -> float:
+        alphas = self.odd_alphas if seed % 2 and self.odd_alphas else self.alphas
+        return alphas[min(max(output_index, 0) // self.stretch_tokens, len(alphas) - 1)]
 
 
 class SimulatedText:
@@ -116,7 +120,7 @@ class SimulatedText:
         return DistributionRow(weights, int(covered_ids[drawn]), float(masses[drawn]))
 
     def _alpha(self, position: int) -> float:
-        return self._dials.alpha_at(position - self._asked.output_start)
+        return self._dials.alpha_at(position - self._asked.output_start, self._asked.seed)
 
     def _support_ids(self, position: int) -> TokenIds:
         shift = 1 + self._words(position)[0] % (VOCABULARY_SIZE - _SPAN - 2)

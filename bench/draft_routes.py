@@ -1,0 +1,150 @@
+"""Rows 36 and 37 of suite `drafts`: requests routed among drafts, and what scores foretell of a draft.
+
+Row 36: triples of a request for code, one for prose and one whose text repeats its prompt, greedy, one stream, all in
+one `specdec up --route auto` with the code draft, the prose draft and `suffix`: routed, and by each pool by name; the
+oracle gives each of the three the pool that was fastest with its kind. Row 37: six drafts, the demo's with noise of six
+strengths in its weights. Texts drafted by the demo's own are scored; then each of the six drafts the same prompts. Not
+here: the drafts' training (`models/demo`). Called by `drafts`.
+"""
+
+import argparse
+import importlib
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.models import DEMO, blurred, deep
+from bench.pairs import interleave, median_ratio
+from bench.report import progress
+from bench.rows import Origin, Row
+from bench.system import RunningSystem, SystemRun, acceptance
+from bench.workload import prompt_token_ids
+
+KINDS = ("code", "prose", "repeating")
+POOLS = ("code", "prose", "suffix")
+AUTO = "route_auto"
+NUM_NEW_TOKENS = 128
+NUM_WARM_TRIPLES = 3
+
+#: Draft tokens a round of row 37: those that scored tokens are walked by.
+SCORED_GAMMA = 8
+NOISES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+NUM_SCORED_PROMPTS = 16
+
+Triple = tuple[list[int], list[int], list[int]]
+
+
+def run(arguments: argparse.Namespace, suite: str) -> list[Row]:
+    """Measure and return the rows of `suite`; prints nothing but progress."""
+    row = partial(Row, suite=suite, origin=Origin(), quick=arguments.quick)
+    rows = _scores(row, arguments.quick)
+    return rows + _routes(row, arguments.quick) if (DEMO / "prose").is_dir() else rows
+
+
+def _routes(row: partial, quick: bool) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
+        drafts = [f"code={DEMO / 'draft'}", f"prose={DEMO / 'prose'}", "suffix"]
+        with RunningSystem(target_dir, None, drafts=drafts, flags=("--route", "auto")) as system:
+            triples = _triples(system, target_dir, NUM_WARM_TRIPLES + (3 if quick else 12))
+            systems = {pool: partial(_run, system, pool) for pool in POOLS} | {AUTO: partial(_run, system, "")}
+            with progress("mixed requests", len(triples) * len(systems)) as advance:
+                interleave(triples[:NUM_WARM_TRIPLES], systems, advance)
+                runs = interleave(triples[NUM_WARM_TRIPLES:], systems, advance)
+    seconds = {name: np.array([[run.e2el_s for run in triple] for triple in done]) for name, done in runs.items()}
+    totals = {name: of_system.sum(axis=1) for name, of_system in seconds.items()}
+    best = min(POOLS, key=lambda pool: totals[pool].sum())
+    by_kind = [min(POOLS, key=lambda pool: seconds[pool][:, kind].sum()) for kind in range(len(KINDS))]
+    oracle = sum(seconds[pool][:, kind] for kind, pool in enumerate(by_kind))
+    case = "deep(18, 0.02), mixed requests"
+    rows = []
+    for other, required in ((totals[best], 1.1), (oracle, 0.95)):
+        ratio = median_ratio(other, totals[AUTO])
+        name = f"best_single_pool ({best})" if other is totals[best] else "oracle"
+        rows.append(row(row=36, case=case, system=AUTO, metric="tokens_per_s_ratio", value=ratio.median, unit="x",
+                        ratio_to=name, low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
+                        required=required))  # fmt: skip
+    for name, of_system in seconds.items():
+        rows += [
+            row(row=None, case=case, system=name, metric=f"tokens_per_s_{kind}", unit="tokens/s",
+                value=float(NUM_NEW_TOKENS / np.median(of_system[:, index])))
+            for index, kind in enumerate(KINDS)
+        ]  # fmt: skip
+    return rows
+
+
+def _triples(system: RunningSystem, target_dir: Path, count: int) -> list[Triple]:
+    """Prompts of each kind; the third holds a beginning, what the target made of it, and the beginning again."""
+    code = prompt_token_ids(target_dir)
+    prose = [system.client.tokenize(text) for text in _prose_prompts()]
+    triples = []
+    for index in range(count):
+        start = code[-1 - index % len(code)]
+        answer = system.run(start, NUM_NEW_TOKENS, temperature=0.0, mode="off").token_ids
+        triples.append((code[index % len(code)], list(prose[index % len(prose)]), [*start, *answer, *start[1:]]))
+    return triples
+
+
+def _prose_prompts() -> list[str]:
+    sys.path.insert(0, str(DEMO))
+    try:
+        corpus = importlib.import_module("corpus")
+    finally:
+        sys.path.remove(str(DEMO))
+    return corpus.prose_prompts(corpus.library_files())
+
+
+def _run(system: RunningSystem, pool: str, triple: Triple) -> list[SystemRun]:
+    return [system.run(prompt, NUM_NEW_TOKENS, temperature=0.0, draft_pool=pool) for prompt in triple]
+
+
+def _scores(row: partial, quick: bool) -> list[Row]:
+    noises = NOISES[:2] if quick else NOISES
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        drafts = [f"a-own={DEMO / 'draft'}"]
+        for index, noise in enumerate(noises):
+            directory = blurred(DEMO / "draft", Path(folder) / f"noise-{noise}", eps=noise, seed=index)
+            drafts.append(f"noise-{noise}={directory}")
+        prompts = prompt_token_ids(DEMO / "target")[: 3 if quick else NUM_SCORED_PROMPTS]
+        with RunningSystem(DEMO / "target", None, drafts=drafts, flags=("--route", "auto")) as system:
+            options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "gamma": SCORED_GAMMA}
+            names = [f"noise-{noise}" for noise in noises]
+            with progress("scored drafts", len(prompts) * (1 + len(names))) as advance:
+                for index, prompt in enumerate(prompts):
+                    system.run(prompt, task=f"p{index}", **options)
+                    advance()
+                scores = _settled_scores(system, names, len(prompts))
+                used = {}
+                for name in names:
+                    runs = []
+                    for prompt in prompts:
+                        runs.append(system.run(prompt, draft_pool=name, **options))
+                        advance()
+                    used[name] = float(np.mean([acceptance([run]) for run in runs]))
+    rows, case = [], "demo, greedy, gamma 8"
+    errors = [abs(scores[name] / used[name] - 1.0) for name in names]
+    for name in names:
+        rows.append(row(row=None, case=case, system=name, metric="alpha_scored", value=scores[name], unit=""))
+        rows.append(row(row=None, case=case, system=name, metric="alpha_used", value=used[name], unit=""))
+    rows.append(row(row=37, case=case, system="shadow_scores", metric="largest_error", value=max(errors), unit="",
+                    at_most=0.03))  # fmt: skip
+    return rows
+
+
+def _settled_scores(system: RunningSystem, names: list[str], num_prompts: int) -> dict[str, float]:
+    """Mean alpha over the prompts, each a class of its own, once all of them are scored and nothing moves any more."""
+    before: dict[str, dict[str, float]] = {}
+    while True:
+        pools = {pool.name: pool for pool in system.client.info().pools}
+        alphas = {
+            name: {route.request_class: route.alpha for route in pools[name].routes if route.alpha is not None}
+            for name in names
+        }
+        if alphas == before and all(len(of_pool) == num_prompts for of_pool in alphas.values()):
+            return {name: float(np.mean(list(of_pool.values()))) for name, of_pool in alphas.items()}
+        before = alphas
+        time.sleep(3.0)

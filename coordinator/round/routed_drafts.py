@@ -1,0 +1,61 @@
+"""A model's draft whose pool may change between two rounds: where another one pays, or where its own is gone.
+
+Not here: which pool that is (`request_route`), the draft of one pool (`draft_source`). Made by `draft_kinds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coordinator.replicas.placement import SessionReplicas
+from coordinator.round.draft_calls import DraftAnswer
+from coordinator.round.draft_source import ModelDrafts
+from coordinator.round.gamma import GammaChooser, RoundTimes
+from coordinator.round.request_route import RequestRoute
+from specdec.rpc.calls import WireCount
+
+#: Why a round had no draft, where another pool may have one.
+_GONE = ("no_replica", "REPLICA_UNAVAILABLE", "draft_context")
+
+
+class RoutedDrafts:
+    """Implements `coordinator.round.draft_source.AskedDrafts`."""
+
+    def __init__(self, route: RequestRoute, replicas: SessionReplicas, drafts_of: Callable[[str], ModelDrafts]) -> None:
+        """
+        Args:
+            route: of the request.
+            replicas: of its session; `draft_pool` is the pool to begin with.
+            drafts_of: makes the drafts of a pool.
+        """
+        self._route = route
+        self._replicas = replicas
+        self._drafts_of = drafts_of
+        self._made = {replicas.draft_pool: drafts_of(replicas.draft_pool)}
+        self._is_gone = False
+
+    @property
+    def chooser(self) -> GammaChooser:
+        """Of the pool there is now."""
+        return self._drafts.chooser
+
+    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
+        """See `DraftSource`."""
+        pool = self._replicas.draft_pool
+        following = self._route.leave() if self._is_gone else self._route.next_pool(pool, limit)
+        if following and following != pool:
+            self._replicas.draft_pool = following
+            self._replicas.forget_draft()
+            if following not in self._made:
+                self._made[following] = self._drafts_of(following)
+        answer = await self._drafts.propose(round_id, limit, committed_len, wire)
+        self._is_gone = answer.missing_cause in _GONE
+        return answer
+
+    def observe(self, draft: DraftAnswer, times: RoundTimes) -> None:
+        """See `DraftSource`."""
+        self._drafts.observe(draft, times)
+
+    @property
+    def _drafts(self) -> ModelDrafts:
+        return self._made[self._replicas.draft_pool]

@@ -1,0 +1,61 @@
+"""From the logits of committed tokens to q of each: what this draft would have drawn them with.
+
+The same filters, the same cut and the same rounding as in `drafting`: q is what would have been sampled. Of greedy and
+coupled rounds it is 1 where the draft's own choice is the token, else 0. Not here: what follows for acceptance (the
+coordinator, which knows p). Called by `drafting` with the logits of a call that `proposer` made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
+from specdec.engine.logits.rows import coupled_choices
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.loop.job import Job, RowKind, row_kind
+from specdec.types import Score, ScoreRequest, Support
+
+#: Cuts distributions (float64 [R, V]) to supports, each with the mass outside it.
+Cut = Callable[[torch.Tensor], Sequence[tuple[Support, float]]]
+
+
+def score_of(job: Job, logits: StepLogits, cut: Cut) -> Score:
+    """The answer to a `ScoreRequest`.
+
+    Args:
+        job: whose tokens have run: those of its position, then those to be scored but the last.
+        logits: a row for each scored token, from the position before it.
+        cut: what drafts of this replica are cut by.
+    """
+    request = job.call.request
+    assert isinstance(request, ScoreRequest)
+    asked, scored = request.position, request.token_ids.tolist()
+    contexts = [
+        FilterContext(asked.filters, job.token_ids[: asked.committed_len + index], asked.output_start)
+        for index in range(len(scored))
+    ]
+    kind = row_kind(asked)
+    if kind is RowKind.DISTRIBUTION:
+        supports = cut(filtered_distributions(logits.values, contexts))
+        q = [_mass(token_id, support) for token_id, (support, _) in zip(scored, supports, strict=True)]
+    else:
+        choices = greedy_choices(logits, contexts) if kind is RowKind.GREEDY else _coupled(request, logits, contexts)
+        q = [float(choice == token_id) for choice, token_id in zip(choices, scored, strict=True)]
+    return Score(tuple(q), forward_s=job.elapsed_s)
+
+
+def _coupled(request: ScoreRequest, logits: StepLogits, contexts: Sequence[FilterContext]) -> list[int]:
+    asked, num_rows = request.position, len(contexts)
+    distributions = filtered_distributions(logits.values, contexts)
+    positions = [len(context.history) for context in contexts]
+    choices, _ = coupled_choices(distributions, [asked.seed] * num_rows, [asked.turn] * num_rows, positions)
+    return choices
+
+
+def _mass(token_id: int, support: Support) -> float:
+    entry = int(support.token_ids.searchsorted(token_id))
+    if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
+        return 0.0
+    return int(support.weights[entry]) / int(support.weights.sum(dtype="int64"))

@@ -1,0 +1,146 @@
+"""Medusa (Cai et al. 2024, arXiv:2401.10774): residual blocks on the last hidden state, one head for each draft token.
+
+Head i (from 0) reads the feature of the last position that the target has run and gives the distribution of the token
+i + 2 places after it: the target's own head gave the one after it, which is committed by then. The heads see none of
+the tokens between, so gamma is at most their number and acceptance falls with depth. They attend to nothing.
+
+Read are the original files (`medusa_lm_head.pt` or `.safetensors`: HEAD.LAYER.linear.weight and .bias, then
+HEAD.LAYERS.weight) and vLLM's (`blocks.HEAD.layers.LAYER.weight`, `lm_heads.HEAD.weight`, `token_map`). How many heads
+and layers there are is counted by the tensors: the configurations that are uploaded beside them are often wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import silu
+
+from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetParts
+from specdec.engine.heads.draft_vocabulary import DraftVocabulary
+from specdec.engine.heads.head_file import HeadFile, refusal
+from specdec.engine.model.projection import Projection
+from specdec.local_drafts import LocalDraftSpec
+
+_PREFIXES = re.compile(r"^(?:medusa_heads?|base_model\.medusa_head)\.")
+_ORIGINAL = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
+_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """One head: x -> x + silu(block(x)) block after block, then the logits."""
+
+    blocks: tuple[Projection, ...]
+    logits: Projection
+
+    def __call__(self, feature: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            feature = feature + silu(block(feature))
+        logits: torch.Tensor = self.logits(feature)
+        return logits
+
+
+class Medusa(DraftHead):
+    """`engine.heads.base.DraftHead` of Medusa heads."""
+
+    kv_layers = ()
+
+    def __init__(self, file: HeadFile, target: TargetParts) -> None:
+        """Takes the heads of a file for a target.
+
+        Raises:
+            InvalidRequest: a tensor is missing, or does not fit the target.
+        """
+        self.feature_layers = (target.config.num_hidden_layers - 1,)
+        self.feature_size = target.embedding.shape[1]
+        self._norm = target.norm
+        # Before the names are made plain: the same weights under other names are the same head.
+        self.fingerprint = file.fingerprint()
+        file.rename(lambda name: _PREFIXES.sub("", name))
+        self._vocabulary = DraftVocabulary.of_token_map(file, target)
+        read = _read_vllm_head if any(_BLOCK.fullmatch(name) for name in file.tensors) else _read_original_head
+        num_heads = _count_heads(file)
+        self._heads = [read(file, target, index, self._vocabulary.size) for index in range(num_heads)]
+
+    @property
+    def num_heads(self) -> int:
+        """The most tokens that one draft can have."""
+        return len(self._heads)
+
+    def features(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[T, H]: what the target's own head reads."""
+        return self._norm(hidden[0])
+
+    def extend(self, tokens: HeadTokens) -> None:
+        """Nothing: these heads do not attend."""
+
+    def draft(self, tokens: HeadTokens, verified: torch.Tensor, draft_index: torch.Tensor) -> HeadDraft:
+        """One draft step; see `DraftHead.draft`."""
+        depths = draft_index.tolist()
+        rows = verified.new_empty(len(depths), self._vocabulary.size)
+        for depth in set(depths):
+            # A draft deeper than there are heads is asked for by nobody (`num_heads`); the last one would serve it.
+            chosen = (draft_index == depth).nonzero()[:, 0]
+            rows[chosen] = self._heads[min(depth, self.num_heads - 1)](verified[chosen])
+        return HeadDraft(None, self._vocabulary.widen(rows))
+
+
+def load_medusa(spec: LocalDraftSpec, target: TargetParts) -> Medusa:
+    """Reads Medusa heads. Raises InvalidRequest: there are none, or they do not fit; one line says which tensor."""
+    return Medusa(HeadFile.read(spec.path), target)
+
+
+def _count_heads(file: HeadFile) -> int:
+    """Heads there are, from the first on without a gap."""
+    found = {int(match[1]) for name in file.tensors if (match := _ORIGINAL.fullmatch(name) or _BLOCK.fullmatch(name))}
+    found |= {int(match[1]) for name in file.tensors if (match := re.fullmatch(r"lm_heads\.(\d+)\.weight", name))}
+    if not found:
+        raise refusal(f"{file.path} holds no Medusa head: no tensor 0.0.linear.weight and no blocks.0.layers.0.weight")
+    if gap := set(range(max(found) + 1)) - found:
+        raise refusal(f"{file.path} lacks Medusa head {min(gap)} of {max(found) + 1}")
+    return len(found)
+
+
+def _count_layers(file: HeadFile, pattern: re.Pattern[str], head: int) -> int:
+    return sum((match := pattern.fullmatch(name)) is not None and int(match[1]) == head for name in file.tensors)
+
+
+def _read_original_head(file: HeadFile, target: TargetParts, head: int, draft_size: int) -> _Head:
+    width = target.embedding.shape[1]
+    num_layers = _count_layers(file, _ORIGINAL, head)
+    blocks = tuple(
+        Projection(
+            file.weight(target, f"{head}.{layer}.linear.weight", width, width),
+            file.weight(target, f"{head}.{layer}.linear.bias", width),
+        )
+        for layer in range(num_layers)
+    )
+    return _Head(blocks, _logits(file, target, f"{head}.{num_layers}.weight", draft_size))
+
+
+def _read_vllm_head(file: HeadFile, target: TargetParts, head: int, draft_size: int) -> _Head:
+    width = target.embedding.shape[1]
+    blocks = []
+    for layer in range(_count_layers(file, _BLOCK, head)):
+        name = f"blocks.{head}.layers.{layer}"
+        bias = file.weight(target, f"{name}.bias", width) if f"{name}.bias" in file.tensors else None
+        blocks.append(Projection(file.weight(target, f"{name}.weight", width, width), bias))
+    own = f"lm_heads.{head}.weight"
+    # With `original_lm_head` all heads share one, which is stored once.
+    shared = next((name for name in ("lm_head.weight", "lm_heads.0.weight") if name in file.tensors), own)
+    return _Head(tuple(blocks), _logits(file, target, own if own in file.tensors else shared, draft_size))
+
+
+def _logits(file: HeadFile, target: TargetParts, name: str, draft_size: int) -> Projection:
+    """The product that gives a head's logits, over the tokens that it names."""
+    width = target.embedding.shape[1]
+    rows = file.take(name, None, width).shape[0]
+    if rows > draft_size and "token_map" in file.tensors:
+        # Written before the map was chosen: the map picks its rows.
+        file.tensors[name] = file.take(name, rows, width)[file.take("token_map", draft_size).long()]
+    elif "token_map" not in file.tensors and rows >= target.vocabulary_size:
+        file.tensors[name] = file.take(name, rows, width)[:draft_size]
+    return Projection(file.weight(target, name, draft_size, width), None)

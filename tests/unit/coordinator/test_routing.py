@@ -1,0 +1,132 @@
+"""What rounds a draft would have had, by enumeration; weights and classes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from coordinator.routing.classes import class_of, kind_of
+from coordinator.routing.expected_rounds import acceptance_of, expected_rounds
+from coordinator.routing.hedge import Hedge
+from specdec.types import Mode, SamplingFilters
+
+V, GAMMA, LENGTH = 3, 2, 4
+Model = Callable[[tuple[int, ...]], np.ndarray]
+
+
+def table_model(seed: int) -> Model:
+    """A distribution after every prefix."""
+
+    def after(prefix: tuple[int, ...]) -> np.ndarray:
+        return np.random.default_rng([seed, len(prefix), *prefix]).dirichlet(np.ones(V))
+
+    return after
+
+
+def enumerated_rounds(p: Model, q: Model) -> np.ndarray:
+    """Draft tokens tested and accepted, expected over all runs of token-wise rejection itself: [2, GAMMA].
+
+    Drafts are drawn from q and kept with min(1, p/q), corrected ones from the residual, bonus ones from p. Positions
+    beyond LENGTH count for nothing.
+    """
+    counts = np.zeros((2, GAMMA))
+
+    def begin(prefix: tuple[int, ...], weight: float) -> None:
+        if weight > 0.0:
+            go_on(prefix, 0, weight)
+
+    def go_on(prefix: tuple[int, ...], index: int, weight: float) -> None:
+        if len(prefix) >= LENGTH:
+            return
+        of_target = p(prefix)
+        if index == GAMMA:
+            for token_id in range(V):
+                begin((*prefix, token_id), weight * of_target[token_id])
+            return
+        of_draft = q(prefix)
+        kept = np.minimum(of_target, of_draft)
+        counts[0, index] += weight
+        counts[1, index] += weight * kept.sum()
+        residual = np.maximum(of_target - of_draft, 0.0)
+        for token_id in range(V):
+            if kept[token_id]:
+                go_on((*prefix, token_id), index + 1, weight * kept[token_id])
+            if residual[token_id]:
+                begin((*prefix, token_id), weight * (1.0 - kept.sum()) * residual[token_id] / residual.sum())
+
+    begin((), 1.0)
+    return counts
+
+
+def scored_rounds(p: Model, q: Model, *, shift: int = 0, swapped: bool = False) -> np.ndarray:
+    """The same from what is committed without that draft: draws of p, whose scores are walked."""
+    counts = np.zeros((2, GAMMA))
+    for tokens in itertools.product(range(V), repeat=LENGTH):
+        prefixes = [tokens[:index] for index in range(LENGTH)]
+        of_target = [float(p(prefix)[token_id]) for prefix, token_id in zip(prefixes, tokens, strict=True)]
+        of_draft = [float(q(prefix)[token_id]) for prefix, token_id in zip(prefixes, tokens, strict=True)]
+        of_draft = of_draft[shift:] + of_draft[:shift]
+        asked = (of_target, of_draft) if swapped else (of_draft, of_target)
+        rounds = expected_rounds(acceptance_of(*asked), GAMMA)
+        counts += np.prod(of_target) * np.array([rounds.tested, rounds.accepted])
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scores_of_committed_tokens_expect_exactly_the_rounds_that_the_draft_itself_would_have(seed: int) -> None:
+    p, q = table_model(seed), table_model(100 + seed)
+    assert scored_rounds(p, q) == pytest.approx(enumerated_rounds(p, q), abs=1e-12)
+
+
+@pytest.mark.parametrize("fault", [{"swapped": True}, {"shift": 1}], ids=["p and q swapped", "one position off"])
+def test_scores_that_are_wrong_expect_other_rounds(fault: dict[str, int]) -> None:
+    """Negative controls."""
+    p, q = table_model(1), table_model(101)
+    assert np.abs(scored_rounds(p, q, **fault) - enumerated_rounds(p, q)).max() > 0.01  # type: ignore[arg-type]
+
+
+def test_the_weights_of_a_class_find_the_pool_that_makes_the_most_and_follow_it_when_that_changes() -> None:
+    hedge = Hedge()
+    assert hedge.choose(["a", "b", "c"]) == "a"
+    for _ in range(20):
+        hedge.observe({"a": 80.0, "b": 100.0, "c": 90.0})
+    assert hedge.choose(["a", "b", "c"]) == "b"
+    assert sum(map(hedge.weight, "abc")) == pytest.approx(1.0)
+    for _ in range(40):
+        hedge.observe({"a": 100.0, "b": 70.0, "c": 60.0})
+    assert hedge.choose(["a", "b", "c"]) == "a"
+    assert hedge.choose(["b", "c"]) == "b"  # the best one is gone
+
+
+def test_a_pool_that_is_not_scored_keeps_its_weight() -> None:
+    hedge = Hedge()
+    hedge.choose(["a", "b", "c"])
+    for _ in range(10):
+        hedge.observe({"a": 50.0, "b": 100.0})
+    assert hedge.weight("c") == pytest.approx(1 / 3)
+    assert hedge.weight("b") > 0.6
+
+
+def test_the_kind_of_a_prompt_is_told_from_its_tokens_and_text() -> None:
+    once, again = np.arange(60, dtype=np.uint32), np.arange(120, dtype=np.uint32) % 60
+    assert kind_of(once, "def f(x):\n    return x[0] + g(x, key=lambda y: -y)\n") == "code"
+    assert kind_of(once, "It was late, and nobody had come to see the lighthouse (or so it seemed).") == "prose"
+    assert kind_of(again, "It was late.") == "repeating"
+    assert kind_of(once[:0], "") == "prose"
+
+
+def test_a_class_is_told_by_label_mode_and_temperature() -> None:
+    def of(temperature: float, task: str = "") -> str:
+        return class_of(task, "prose", Mode.BLOCK, SamplingFilters(temperature=temperature))
+
+    assert [of(0.0), of(0.3), of(1.0), of(1.5)] == [
+        "prose/block/greedy",
+        "prose/block/cool",
+        "prose/block/warm",
+        "prose/block/hot",
+    ]
+    assert of(0.0, "sql") == "sql/block/greedy"
+    assert of(0.0, "\x1b[2Jsql\n") == "?[2Jsql?/block/greedy"
