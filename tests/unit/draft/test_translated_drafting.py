@@ -22,7 +22,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TokenizerPair:
     folder = tmp_path_factory.mktemp("pair")
     save_piece_vocabulary(folder / "own", OWN, [])
     save_byte_level_vocabulary(folder / "theirs", THEIRS, [])
-    assert list(load_vocabulary(folder / "own")) == OWN
+    ids = load_vocabulary(folder / "own")
+    assert sorted(ids, key=lambda token: ids[token]) == OWN
     return load_pair(folder / "own", folder / "theirs")
 
 
