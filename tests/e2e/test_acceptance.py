@@ -105,9 +105,7 @@ def check_acceptance(target: Path, mode: str, *, predraft: str = "off", dtype: s
     assert abs(alpha - np.mean(masses)) < Z * deviation
 
 
-@pytest.mark.parametrize(
-    ("mode", "predraft"), [("greedy", "off"), ("coupled", "on"), ("rejection", "off"), ("rejection", "on")]
-)
+@pytest.mark.parametrize(("mode", "predraft"), [("greedy", "off"), ("rejection", "on")])
 def test_a_draft_that_is_the_target_is_accepted_also_after_a_restart(
     llama_pair: tuple[Path, Path], mode: str, predraft: str
 ) -> None:

@@ -20,6 +20,8 @@ from specdec.engine.loader import load_worker
 from specdec.local_drafts import LocalDraftSpec
 from tests.support.model_stack import ModelStack
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
 KINDS = ("eagle3", "medusa")

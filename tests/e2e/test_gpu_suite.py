@@ -26,6 +26,7 @@ def test_a_divided_models_step_is_measured_against_the_whole_models() -> None:
     assert row.value > 0
 
 
+@pytest.mark.full
 def test_one_stream_and_many_are_measured_with_their_limits_and_with_what_limits_them() -> None:
     figures = [gpu_stack.ONE_STREAM, gpu_stack.STREAMS]
     rows = gpu.device_rows(CONFIG, "cpu", "tiny", figures, 1 << 20, quick=True)

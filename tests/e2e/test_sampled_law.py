@@ -162,7 +162,6 @@ async def check_filters(
     [
         ("rejection", "plain", "as usual"),
         ("rejection", "penalties_and_bias", "int8, pre-drafted"),
-        ("block", "penalties_and_bias", "pre-drafted"),
         ("coupled", "min_p", "pre-drafted"),
     ],
 )

@@ -85,8 +85,6 @@ async def check(models: dict[str, Path], mode: str, name: str, draft: str, num_s
     [
         ("rejection", "plain", "in common"),
         ("rejection", "top_k_and_top_p", "as text"),
-        ("block", "top_k_and_top_p", "in common"),
-        ("coupled", "plain", "as text"),
     ],
 )
 async def test_three_tokens_follow_the_targets_joint_law(

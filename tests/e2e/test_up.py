@@ -184,7 +184,9 @@ def scraped(port: int) -> str:
     return page.decode()
 
 
-@pytest.mark.parametrize("service", ["target_service", "draft_service", "coordinator"])
+@pytest.mark.parametrize(
+    "service", ["target_service", pytest.param("draft_service", marks=pytest.mark.full), "coordinator"]
+)
 def test_a_killed_service_is_started_again_at_its_address_and_a_running_stream_goes_on(service: str) -> None:
     name = service.replace("_service", "-0")
     with running() as (up, endpoint):

@@ -308,6 +308,7 @@ def test_a_second_process_finds_the_kernels_compiled(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.full
 def test_kept_kernels_that_are_damaged_are_compiled_again(tmp_path: Path) -> None:
     kept = load_in_another_process(tmp_path)
     whole = kept.read_bytes()

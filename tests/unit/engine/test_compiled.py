@@ -157,6 +157,7 @@ def test_int8_weights_are_the_same_when_compiled(llama: Path) -> None:
     pair.run(piece(tokens, 43, 44, TABLES[0], 1))
 
 
+@pytest.mark.full
 def test_inductor_packages_equal_eager_steps_and_the_next_start_compiles_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
