@@ -310,10 +310,8 @@ class ReplicaPools:
         return next(iter(self.local_pools), "") if pool in self.lookup_pools else ""
 
     def model_pool(self, pool: str) -> str:
-        """The pool of draft replicas of a request routed to `pool`: that, or any where text is looked into first; ""
-        where the target drafts."""
-        if pool in self._local_pool_names:
-            return ""
+        """The pool of draft replicas of a request routed to `pool`: that, which has none where the target drafts, or
+        any where text is looked into first."""
         if pool and pool not in self.lookup_pools:
             return pool
         live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})

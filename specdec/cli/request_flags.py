@@ -46,6 +46,8 @@ def add_request_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str
     parser.add_argument("--seed", type=int, metavar="SEED", help="default: drawn by the server")
     parser.add_argument("--gamma", type=int, metavar="G", help="draft tokens a round; default: the server's choice")
     parser.add_argument("--mode", choices=[mode.name.lower() for mode in Mode], help="default: rejection")
+    parser.add_argument("--draft-pool", metavar="POOL", help="who drafts (specdec pools); default: the server chooses")
+    parser.add_argument("--task", metavar="LABEL", help="what kind of request it is, for --route auto")
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
@@ -60,4 +62,6 @@ def request_options(args: argparse.Namespace) -> GenerateOptions:
         seed=args.seed,
         gamma=args.gamma,
         mode=args.mode,
+        draft_pool=args.draft_pool,
+        task=args.task,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -129,3 +130,26 @@ async def test_a_lookups_name_is_not_a_local_drafts() -> None:
         rig.services.append(await start_service("target", salt=0, local_drafts={"suffix": 1}))
         coordinator = await rig.coordinator(lookup=("suffix",), num_alive=1)
         assert not coordinator.pools.local_pools
+
+
+async def test_drafting_and_verifying_are_each_told_once() -> None:
+    """What a target says that drafting took is believed as far as the wait bears it out, and no second time."""
+    async with Rig(drafts=0) as rig:
+
+        def boasting(engine: Any) -> Any:
+            verify = engine.verify
+
+            async def answer(asked: VerifyRequest) -> Verification:
+                verification = await verify(asked)
+                if verification.drafted is None:
+                    return verification
+                return replace(verification, drafted=replace(verification.drafted, forward_s=1e9))
+
+            engine.verify = answer
+            return engine
+
+        rig.services = [await start_service("target", salt=0, local_drafts=LOCAL, between=boasting)]
+        coordinator = await rig.coordinator()
+        stats = (await coordinator.generate(request(max_new_tokens=120))).finished.stats
+        assert stats.num_draft_tokens > 50
+        assert 0.0 < stats.draft_s + stats.verify_s <= stats.e2el_s

@@ -148,8 +148,7 @@ class _Layer:
         config, name = form.layer, f"layers.{index}"
         self._index, self._width, self._eps = index, config.hidden_size, config.rms_norm_eps
         self._norms_before_residual = form.norms_before_residual
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, form.num_kv_heads, form.head_dim
         width, mlp = self._width, config.intermediate_size
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         reader = _LayerReader(file, target, name)

@@ -9,7 +9,7 @@ Not here: tensors and arithmetic (`eagle3`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from transformers import LlamaConfig
 
@@ -35,6 +35,14 @@ class Eagle3Format:
     """The first layer's residual is the normalised feature."""
     norms_output: bool
     """What stands for the feature of a drafted token is normalised."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        return cast(int, self.layer.num_key_value_heads)  # set where a configuration is made, as the next one
+
+    @property
+    def head_dim(self) -> int:
+        return cast(int, self.layer.head_dim)
 
 
 def read_format(file: HeadFile, target: TargetParts) -> Eagle3Format:
@@ -86,7 +94,7 @@ def _layer_config(file: HeadFile, values: dict[str, Any]) -> LlamaConfig:
         raise refusal(f"{file.path}: positions of type {rope_type} are not known here")
     if (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise refusal(f"{file.path}: it encodes positions in a part of each head, which is not known here")
-    if layer.num_attention_heads % layer.num_key_value_heads:
+    if layer.num_attention_heads % cast(int, layer.num_key_value_heads):
         raise refusal(
             f"{file.path}: {layer.num_attention_heads} heads do not share {layer.num_key_value_heads} KV heads"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -95,7 +96,7 @@ def load_mtp(spec: LocalDraftSpec, target: TargetParts) -> Mtp:
 def _read_layers(model: PreTrainedModel) -> MtpModel:
     try:
         with quietly():
-            return MtpModel.from_pretrained(model, device_map={"": model.device}).eval()
+            return cast(MtpModel, MtpModel.from_pretrained(model, device_map={"": model.device}).eval())
     except Exception as error:  # transformers and safetensors raise many kinds for weights that are not there
         raise InvalidRequest(
             f"{model.config.name_or_path}: its MTP layer cannot be read: {first_line(error)[:300]}", field=FIELD

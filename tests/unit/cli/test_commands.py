@@ -45,13 +45,14 @@ def test_generate_json_prints_one_object_with_the_names_of_the_proto(
 def test_every_flag_of_generate_reaches_its_field(coordinator: Serve) -> None:
     servicer, environ = coordinator(answer)
     flags = "--max-new-tokens 7 --temperature 0.5 --top-p 0.25 --top-k 3 --seed 11 --gamma 2 --mode block --json"
-    flags += " --min-p 0.125 --stop END --stop ;"
+    flags += " --min-p 0.125 --stop END --stop ; --draft-pool code --task sql"
     assert run(["generate", "hi", *flags.split()], environ) == 0
     expected = pb.SamplingParams(
         max_new_tokens=7, temperature=0.5, top_p=0.25, top_k=3, seed=11, min_p=0.125, stop=["END", ";"]
     )
     assert servicer.requests[0].sampling == expected
-    assert servicer.requests[0].speculation == pb.SpeculationParams(mode=pb.SPECULATION_MODE_BLOCK, gamma=2)
+    asked = pb.SpeculationParams(mode=pb.SPECULATION_MODE_BLOCK, gamma=2, draft_pool="code", task="sql")
+    assert servicer.requests[0].speculation == asked
 
 
 def test_endpoint_flag_wins_over_the_environment(coordinator: Serve) -> None:

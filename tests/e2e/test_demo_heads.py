@@ -1,0 +1,79 @@
+"""The demo target's own heads through running services: rounds are as long as the heads are good, and no longer.
+
+A head that is run wrongly is exact all the same and says nothing; only its rounds are short. So lengths are what is
+tested: greedy, seeded by nothing, equal from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from specdec.engine.base import SequenceSlice, StepPlan
+from specdec.engine.heads import paged_head
+from specdec.engine.heads.paged_head import PagedHead
+from specdec.engine.loader import load_worker
+from specdec.local_drafts import LocalDraftSpec
+from tests.support.model_stack import ModelStack
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo"
+KINDS = ("eagle3", "medusa")
+GAMMA, NUM_TOKENS, NUM_PROMPTS = 4, 48, 6
+
+
+async def tokens_a_round(kind: str) -> tuple[float, list[list[int]]]:
+    """Tokens that a round of `kind` emits, and the outputs."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO / "target")
+    prompts = [
+        tokenizer(path.read_text("utf-8")).input_ids for path in sorted((ROOT / "bench" / "prompts").glob("*.txt"))
+    ]
+    worker = load_worker(
+        str(DEMO / "target"), device="cpu", dtype="float32", num_kv_blocks=256, num_threads=1, self_check=False,
+        local_drafts=tuple(LocalDraftSpec(name, name, path=str(DEMO / name)) for name in KINDS),
+    )  # fmt: skip
+    num_rounds, outputs = 0, []
+    async with ModelStack(DEMO / "target", worker, {}) as stack:
+        for prompt in prompts[:NUM_PROMPTS]:
+            output = await stack.generate(
+                prompt, max_new_tokens=NUM_TOKENS, temperature=0.0, gamma=GAMMA, ignore_eos=True, draft_pool=kind
+            )
+            outputs.append(list(output.token_ids))
+            num_rounds += output.stats.num_rounds
+    return NUM_TOKENS * len(outputs) / num_rounds, outputs
+
+
+def one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots: Callable[[Sequence[SequenceSlice], int], object] = paged_head._slots
+    monkeypatch.setattr(paged_head, "_slots", lambda slices, shift: slots(slices, -2 if shift == -1 else shift))
+
+
+def approximated_features_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    note_step = PagedHead.note_step
+
+    def keep(
+        self: PagedHead, plan: StepPlan, hidden: Sequence[torch.Tensor], slots: torch.Tensor | None = None
+    ) -> None:
+        if len(plan.slices[0].token_ids) != GAMMA + 1:  # a prompt's
+            note_step(self, plan, hidden, slots)
+
+    monkeypatch.setattr(PagedHead, "note_step", keep)
+
+
+async def test_a_good_heads_rounds_are_long_and_a_wrongly_run_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {kind: await tokens_a_round(kind) for kind in KINDS}
+    for name, injure in (("one off", one_position_off), ("approximated kept", approximated_features_kept)):
+        with monkeypatch.context() as patch:
+            injure(patch)
+            told[name] = await tokens_a_round("eagle3")
+    print({name: round(length, 2) for name, (length, _) in told.items()})
+    assert len({str(outputs) for _, outputs in told.values()}) == 1, "the output is the target's whatever drafts"
+    lengths = {name: length for name, (length, _) in told.items()}
+    assert lengths["eagle3"] > 2.0
+    assert lengths["medusa"] > 1.4
+    assert lengths["one off"] < 0.9 * lengths["eagle3"]
+    assert lengths["approximated kept"] < 0.95 * lengths["eagle3"]

@@ -1,0 +1,114 @@
+"""The demo target's own drafts: they learn what they will draft, and what is shipped fits the target."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from specdec.engine.heads.base import DraftHead, TargetParts
+from specdec.engine.heads.factory import load_head
+from specdec.local_drafts import LocalDraftSpec
+from tests.support.head_drive import HeadDrive
+from tests.support.head_references import hidden_states
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+NUM_DEPTHS = 3
+TOKENS = [(7 * i * i + 3 * i) % 2011 + 6 for i in range(40)]
+NUM_SEEN = 30
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
+    """`learners` and `train_heads`; the folder is no package, and they import each other by plain names."""
+    sys.path.insert(0, str(DEMO))
+    try:
+        yield importlib.import_module("learners"), importlib.import_module("train_heads")
+    finally:
+        sys.path.remove(str(DEMO))
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
+
+
+def parts(model: LlamaForCausalLM) -> TargetParts:
+    return TargetParts(
+        config=model.config,
+        embedding=model.model.embed_tokens.weight.detach(),
+        norm=model.model.norm,
+        head=model.lm_head.weight.detach(),
+        vocabulary_size=model.config.vocab_size,
+        max_context_tokens=512,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def loaded(model: LlamaForCausalLM, name: str, folder: Path) -> DraftHead:
+    return load_head(LocalDraftSpec(name, name, path=str(folder)), parts(model))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_a_head_learns_at_every_depth_what_it_gives_when_it_drafts(
+    scripts: tuple[ModuleType, ModuleType], model: LlamaForCausalLM, tmp_path: Path, name: str
+) -> None:
+    """What the training loop computes for whole rows at once is what the served head says token by token."""
+    learners, train_heads = scripts
+    torch.manual_seed(5)
+    learner = learners.LEARNERS[name](model)
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        view = learners.Target(model, bf16=False).look(torch.tensor([TOKENS]))
+        learned = list(learner.logits(view))
+    train_heads.save(learner, tmp_path, {})
+    states = hidden_states(model, TOKENS[: NUM_SEEN - 1])
+    drive = HeadDrive(loaded(model, name, tmp_path), TOKENS[:NUM_SEEN], states, 16)
+    drafted = drive.draft(NUM_DEPTHS, TOKENS[NUM_SEEN:])
+    for depth in range(NUM_DEPTHS):
+        logits, offset = learned[depth]
+        # Half precision is what is between them.
+        torch.testing.assert_close(drafted[depth], logits[0, NUM_SEEN - 1 + depth - offset], atol=0.05, rtol=0.02)
+    assert (drafted[1] - drafted[0]).abs().max() > 1
+
+
+def test_what_is_shipped_beside_the_pair_is_small_and_says_how_it_was_made() -> None:
+    folders = [DEMO / name for name in ("medusa", "eagle3", "early_exit", "prose")]
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 6e6
+    for folder in folders:
+        facts = json.loads((folder / "training.json").read_text())
+        assert facts["corpus"] == json.loads((DEMO / "training.json").read_text())["corpus"]
+        assert facts["finished_steps"] > 0
+
+
+@pytest.mark.parametrize(("name", "least"), [("eagle3", 0.5), ("medusa", 0.3)])
+def test_a_shipped_head_agrees_with_the_demo_target_far_more_often_than_chance(
+    model: LlamaForCausalLM, name: str, least: float
+) -> None:
+    """On text of the target's own. With features one position off it does not."""
+    with torch.no_grad():
+        prompt = torch.tensor([[1, *range(300, 330)]])
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False,
+                              eos_token_id=None, pad_token_id=0)[0].tolist()  # fmt: skip
+    states, head = hidden_states(model, text), loaded(model, name, DEMO / name)
+
+    def agreement(shift: int) -> float:
+        ends = range(40, 90)
+        return sum(
+            int(HeadDrive(head, text[:end], [s[: end - 1] for s in states], 128, shift).draft(1).argmax()) == text[end]
+            for end in ends
+        ) / len(ends)
+
+    assert agreement(1) > least
+    if name == "eagle3":  # Medusa's heads read the last feature alone, which nothing shifts here
+        assert agreement(2) < agreement(1) - 0.2
