@@ -216,6 +216,29 @@ async def test_a_dead_replica_that_the_directory_names_is_passed_over(redis_url:
         assert len(rig.called_by("orphan", TARGET)) == 2
 
 
+async def test_a_hung_target_that_the_directory_names_is_left_and_then_passed_over(redis_url: str) -> None:
+    async with watched_rig(redis_url, num_each=2) as rig:
+        for service in rig.services:  # a hang can be told once there is a step to compare it with
+            await service.engine.warm_up()
+        first, second = await rig.coordinator(), await rig.coordinator()
+        await turn(first, "holder", PREFIX)
+        (address,) = rig.called_by("holder", TARGET)
+        (hung,) = (service for service in rig.of_role(TARGET) if service.address == address)
+        (other,) = (service for service in rig.of_role(TARGET) if service is not hung)
+        hung.worker.gate.clear()
+        try:
+            async with asyncio.timeout(30.0):
+                # Nobody knows yet: the first session goes where its prefix is, and on from there.
+                output = await turn(second, "early", (*PREFIX, 4))
+                assert output.token_ids == other.worker.greedy_continuation([*PREFIX, 4], NUM_TOKENS)
+                assert set(rig.called_by("early", TARGET)) == {hung.address, other.address}
+                await second.pools.poll()
+                await turn(second, "late", (*PREFIX, 5))
+                assert rig.called_by("late", TARGET) == [other.address]
+        finally:
+            hung.worker.gate.set()
+
+
 async def test_a_replica_that_came_back_cold_is_sent_everything_and_misses_nothing(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=1) as rig:
         first = await rig.coordinator()
