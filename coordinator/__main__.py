@@ -18,7 +18,8 @@ from coordinator.generation.admission import Generations, GenerationSettings
 from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
-from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer

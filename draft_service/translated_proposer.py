@@ -119,7 +119,7 @@ class TranslatedProposer(ReplicaEngine):
         return proposal
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Not yet: which of its own tokens a committed one would have come of is many, and only one was drawn.
+        """Not known: q of a committed token that no own token stands for is that of a text's beginning.
 
         Raises:
             Unsupported: always.

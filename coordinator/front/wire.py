@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
 from coordinator.front.validation import check_num_messages
 from coordinator.generation.request_log import decode_stats
-from coordinator.replicas.pool import DRAFT, Replica
+from coordinator.replicas.replica import DRAFT, Replica
 from coordinator.requests import (
     ChatTurn,
     DraftFigures,

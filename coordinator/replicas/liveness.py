@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from coordinator.replicas.pool import ReplicaPools, TargetReplica
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import TargetReplica
 from specdec.errors import Unavailable
 
 #: Between two looks at which calls are pending. One that was pending at the look before has its replica asked.

@@ -13,8 +13,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from coordinator.replicas.pool import DraftReplica, LinkT, Replica, ReplicaPools, TargetReplica
+from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefix_rule import PrefixRule
+from coordinator.replicas.replica import DraftReplica, LinkT, Replica, TargetReplica
 from specdec.errors import Unavailable
 from specdec.state.store import KvHome
 

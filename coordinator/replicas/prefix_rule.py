@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.replicas.pool import LinkT, Replica
+from coordinator.replicas.replica import LinkT, Replica
 from specdec.core.forward_time import RunningMean
 
 #: Rows of a request before the first has ended: of some hundred tokens, five rows for four of them.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.replicas.pool import DraftReplica
+from coordinator.replicas.replica import DraftReplica
 from coordinator.round.answers import check_proposal
 from coordinator.round.draft_clock import DraftClock
 from coordinator.round.session_calls import SessionCalls

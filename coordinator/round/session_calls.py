@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.replicas.pool import Replica
+from coordinator.replicas.replica import Replica
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from specdec.errors import KvMiss

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.replicas.pool import TargetReplica
+from coordinator.replicas.replica import TargetReplica
 from coordinator.round.answers import check_proposal, check_verification, target_fault
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from coordinator.replicas.pool import DraftReplica, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DraftReplica
 from specdec.errors import SpecdecError
 from specdec.types import Score, ScoreRequest
 

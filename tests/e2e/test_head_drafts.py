@@ -19,8 +19,8 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.local_drafts import LocalDraftSpec
 from specdec.types import SamplingFilters
-from tests.e2e.test_local_drafts import FILTERS, GAMMA, MODES, VOCABULARY, joint_law, sample
-from tests.e2e.test_sampled_law import FALSE_ALARM, NUM_LONG_SAMPLES, NUM_SAMPLES, p_value
+from tests.e2e.test_local_drafts import FILTERS, GAMMA, MODES, NUM_QUICK_SAMPLES, VOCABULARY, joint_law, sample
+from tests.e2e.test_sampled_law import FALSE_ALARM, NUM_LONG_SAMPLES, p_value
 from tests.support.head_checkpoints import (
     as_speculators,
     eagle3_config,
@@ -85,7 +85,7 @@ async def check_law(kind: str, mode: str, name: str, tmp_path: Path, num_samples
     ],
 )
 async def test_three_tokens_follow_the_targets_joint_law(kind: str, mode: str, name: str, tmp_path: Path) -> None:
-    await check_law(kind, mode, name, tmp_path, NUM_SAMPLES)
+    await check_law(kind, mode, name, tmp_path, NUM_QUICK_SAMPLES)
 
 
 @pytest.mark.full

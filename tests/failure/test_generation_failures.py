@@ -9,7 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.errors import VocabularyMismatch
 from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error

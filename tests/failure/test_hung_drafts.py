@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from bench.simulated_system import write_tokenizer
-from coordinator.replicas.pool import DRAFT
+from coordinator.replicas.replica import DRAFT
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
 from tests.support.process_rig import stub_of

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from coordinator.replicas import liveness
-from coordinator.replicas.pool import TargetReplica
+from coordinator.replicas.replica import TargetReplica
 from specdec.rpc.status import from_rpc_error
 from specdec.types import EngineInfo
 from specdec.v1 import coordinator_pb2 as pb

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry

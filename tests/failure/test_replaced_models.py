@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.replicas.pool import TARGET
+from coordinator.replicas.replica import TARGET
 from draft_service.pace import Predraft
 from specdec.rpc.status import from_rpc_error
 from specdec.types import Proposal, ProposeRequest

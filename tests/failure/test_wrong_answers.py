@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.replicas.pool import DRAFT, TARGET
+from coordinator.replicas.replica import DRAFT, TARGET
 from specdec import errors
 from specdec.errors import SpecdecError
 from specdec.rpc.status import from_rpc_error

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.replicas.pool import DRAFT, TARGET
+from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.errors import KvMiss
 from specdec.types import BLOCK_TOKENS
 from tests.support.coordinator_rig import Coordinator, Output, Rig, Service, request, start_service

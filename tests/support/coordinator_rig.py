@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerFast
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
 from coordinator.lookup.history import TokenHistory
-from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer

@@ -18,7 +18,8 @@ import torch
 
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
-from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.pace import Predraft
 from draft_service.proposer import DraftOptions, Proposer

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_clock import DraftClock
 from coordinator.round.draft_source import ModelDrafts

@@ -48,7 +48,7 @@ class Eagle3(DraftHead):
         num_logits = file.take("lm_head.weight", form.draft_size, self.feature_size).shape[0]
         self._vocabulary = DraftVocabulary.of_offsets(file, num_logits, target)
         self._head = Projection(file.weight(target, "lm_head.weight", num_logits, self.feature_size), None)
-        self._rotary = _Rotary(form, target)
+        self._rotary = _Rotary(file, form, target)
         first = self._layers[0]
         shape = marked_shape(LayerShape(first.num_kv_heads, first.head_dim, first.head_dim))
         self.kv_layers = ((shape, AttentionKind(None, first.num_heads // first.num_kv_heads, None)),) * len(
@@ -88,8 +88,11 @@ def load_eagle3(spec: LocalDraftSpec, target: TargetParts) -> Eagle3:
 class _Rotary:
     """Positions' encodings, computed once for all that the target serves."""
 
-    def __init__(self, form: Eagle3Format, target: TargetParts) -> None:
-        rotary = LlamaRotaryEmbedding(form.layer).to(target.device)
+    def __init__(self, file: HeadFile, form: Eagle3Format, target: TargetParts) -> None:
+        try:
+            rotary = LlamaRotaryEmbedding(form.layer).to(target.device)
+        except Exception as error:  # what it needs of a wrong configuration is not there
+            raise refusal(f"{file.path}: its config.json encodes positions wrongly ({type(error).__name__})") from error
         positions = torch.arange(target.max_context_tokens, device=target.device).unsqueeze(0)
         with torch.inference_mode():
             cos, sin = rotary(torch.empty(0, dtype=target.dtype, device=target.device), positions)

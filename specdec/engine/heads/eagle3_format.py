@@ -82,8 +82,12 @@ def _layer_config(file: HeadFile, values: dict[str, Any]) -> LlamaConfig:
     if set(values.get("layer_types") or ()) - {"full_attention"}:
         raise refusal(f"{file.path}: its layers attend within a window, which is not known here")
     required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    if missing := [name for name in required if not isinstance(values.get(name), int)]:
+    if missing := [name for name in required if values.get(name) is None]:
         raise refusal(f"{file.path}: its config.json does not say {missing[0]}")
+    for name in (*required, "num_key_value_heads", "head_dim"):
+        size = values.get(name)
+        if size is not None and not (isinstance(size, int) and 0 < size < 1 << 24):
+            raise refusal(f"{file.path}: its config.json says {name} {str(size)[:32]}")
     try:
         # The name alone: all that is read of it both types have.
         layer = LlamaConfig(**{name: value for name, value in values.items() if name not in ("model_type", "dtype")})

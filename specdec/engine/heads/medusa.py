@@ -140,7 +140,10 @@ def _logits(file: HeadFile, target: TargetParts, name: str, draft_size: int) -> 
     rows = file.take(name, None, width).shape[0]
     if rows > draft_size and "token_map" in file.tensors:
         # Written before the map was chosen: the map picks its rows.
-        file.tensors[name] = file.take(name, rows, width)[file.take("token_map", draft_size).long()]
+        chosen = file.take("token_map", draft_size).long()
+        if int(chosen.max()) >= rows:
+            raise refusal(f"{file.path}: the tensor token_map names row {int(chosen.max())} of {rows} of {name}")
+        file.tensors[name] = file.take(name, rows, width)[chosen]
     elif "token_map" not in file.tensors and rows >= target.vocabulary_size:
         file.tensors[name] = file.take(name, rows, width)[:draft_size]
     return Projection(file.weight(target, name, draft_size, width), None)

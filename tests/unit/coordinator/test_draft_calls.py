@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from coordinator.replicas.lateness import FIRST_PAUSE_S, MAX_SLACK
-from coordinator.replicas.pool import DRAFT
+from coordinator.replicas.replica import DRAFT
 from coordinator.round.draft_clock import LEAST_DEADLINE_S
 from specdec.errors import Internal
 from tests.support.coordinator_rig import PROMPT, eventually

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.replicas.placement import Placement, SessionReplicas, choose_replica
-from coordinator.replicas.pool import TARGET, ReplicaPools, TargetReplica
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import TARGET, TargetReplica
 from specdec.errors import NotFound, Unavailable
 from specdec.rpc.client import TargetLink, open_link
 from specdec.types import EngineInfo

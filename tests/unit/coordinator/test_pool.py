@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from coordinator.replicas.pool import DRAFT, TARGET, ReplicaPools
+from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.errors import NotFound, Unavailable
 from specdec.rpc.client import open_link
 from tests.support.coordinator_rig import start_service

@@ -11,9 +11,10 @@ import pytest
 
 from coordinator.replicas import prefixes as module
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.replicas.pool import TARGET, ReplicaPools, TargetReplica
+from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefix_rule import FIRST_REQUEST_ROWS, PrefixRule
 from coordinator.replicas.prefixes import LOOK_UP_TIMEOUT_S, MAX_NOTES, Prefixes, prefix_lengths
+from coordinator.replicas.replica import TARGET, TargetReplica
 from specdec.core.chain import ChainHasher
 from specdec.rpc.client import TargetLink, open_link
 from specdec.state.connection import RedisConnection

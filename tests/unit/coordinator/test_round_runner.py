@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.replicas.pool import TARGET
+from coordinator.replicas.replica import TARGET
 from specdec import errors
 from specdec.core.block import verify_block
 from specdec.core.random import DrawKey

@@ -67,8 +67,10 @@ def test_a_head_learns_at_every_depth_what_it_gives_when_it_drafts(
     learner = learners.LEARNERS[name](model)
     with torch.no_grad():
         for parameter in learner.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+            if parameter.requires_grad and parameter.ndim == 2:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        if name == "eagle3":  # the target's hidden states are long: its own layer would hardly show beside them
+            learner.layers["fc"].weight.mul_(0.02)
         view = learners.Target(model, bf16=False).look(torch.tensor([TOKENS]))
         learned = list(learner.logits(view))
     train_heads.save(learner, tmp_path, {})
@@ -79,7 +81,7 @@ def test_a_head_learns_at_every_depth_what_it_gives_when_it_drafts(
         logits, offset = learned[depth]
         # Half precision is what is between them.
         torch.testing.assert_close(drafted[depth], logits[0, NUM_SEEN - 1 + depth - offset], atol=0.05, rtol=0.02)
-    assert (drafted[1] - drafted[0]).abs().max() > 1
+    assert (drafted[1] - drafted[0]).abs().max() > (1 if name == "eagle3" else 0.2)
 
 
 def test_what_is_shipped_beside_the_pair_is_small_and_says_how_it_was_made() -> None:
@@ -89,26 +91,3 @@ def test_what_is_shipped_beside_the_pair_is_small_and_says_how_it_was_made() -> 
         facts = json.loads((folder / "training.json").read_text())
         assert facts["corpus"] == json.loads((DEMO / "training.json").read_text())["corpus"]
         assert facts["finished_steps"] > 0
-
-
-@pytest.mark.parametrize(("name", "least"), [("eagle3", 0.5), ("medusa", 0.3)])
-def test_a_shipped_head_agrees_with_the_demo_target_far_more_often_than_chance(
-    model: LlamaForCausalLM, name: str, least: float
-) -> None:
-    """On text of the target's own. With features one position off it does not."""
-    with torch.no_grad():
-        prompt = torch.tensor([[1, *range(300, 330)]])
-        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False,
-                              eos_token_id=None, pad_token_id=0)[0].tolist()  # fmt: skip
-    states, head = hidden_states(model, text), loaded(model, name, DEMO / name)
-
-    def agreement(shift: int) -> float:
-        ends = range(40, 90)
-        return sum(
-            int(HeadDrive(head, text[:end], [s[: end - 1] for s in states], 128, shift).draft(1).argmax()) == text[end]
-            for end in ends
-        ) / len(ends)
-
-    assert agreement(1) > least
-    if name == "eagle3":  # Medusa's heads read the last feature alone, which nothing shifts here
-        assert agreement(2) < agreement(1) - 0.2

@@ -229,6 +229,12 @@ REFUSED_EAGLE3: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str
         lambda c, t: put(c["transformer_layer_config"], "layer_types", ["sliding_attention"]),
         "attend within a window",
     ),
+    "size": (lambda c, t: put(c["transformer_layer_config"], "head_dim", 0), "says head_dim 0"),
+    "sizes": (lambda c, t: put(c["transformer_layer_config"], "hidden_size", "wide"), "says hidden_size wide"),
+    "positions": (
+        lambda c, t: put(c["transformer_layer_config"], "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}),
+        "config.json",
+    ),
     "another_layer": (lambda c, t: put(c["transformer_layer_config"], "model_type", "mamba"), "are of type mamba"),
 }
 
@@ -274,6 +280,10 @@ REFUSED_MEDUSA: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "vocabulary": (
         lambda t: put(t, "2.1.weight", torch.zeros(100, 64)),
         "the tensor 2.1.weight is [100, 64], and this target and configuration need [256, 64]",
+    ),
+    "token_map": (
+        lambda t: [put(t, "token_map", torch.tensor([3, 250])), put(t, "0.1.weight", torch.zeros(100, 64))],
+        "the tensor token_map names row 250 of 100 of 0.1.weight",
     ),
     "no_bias": (lambda t: t.pop("0.0.linear.bias"), "lacks the tensor 0.0.linear.bias"),
     "gap": (lambda t: t.pop("1.0.linear.weight"), "lacks Medusa head 1 of 3"),

@@ -65,11 +65,15 @@ def test_own_tokens_do_not_depend_on_the_portions_that_tokens_came_in(pair: Toke
 
 
 def test_every_cut_of_a_session_is_the_session_that_was_cut(pair: TokenizerPair) -> None:
-    committed = pair.target.encode(LONG_TEXT[:1500].encode())
-    grown = own_text(pair, committed)
-    for length in range(len(committed), -1, -7):
+    committed = pair.target.encode(LONG_TEXT[:600].encode())
+    grown, (other,) = own_text(pair, committed), pair.target.encode(b"x")
+    for length in range(len(committed), -1, -1):
         grown.truncate(length)
         assert list(grown.own_ids) == list(own_text(pair, committed[:length]).own_ids)
+        # What had been cut off there may now be gone on with.
+        grown.append([other])
+        assert list(grown.own_ids) == list(own_text(pair, [*committed[:length], other]).own_ids)
+        assert grown.open_piece == own_text(pair, [*committed[:length], other]).open_piece
 
 
 def test_a_character_that_has_only_begun_is_read_as_bytes_until_it_is_whole(directories: tuple[Path, Path]) -> None:
