@@ -140,9 +140,9 @@ async def test_a_promoted_pool_drafts_for_its_share_of_the_sessions_through_ever
         promoted = [session_id for session_id in sessions if second.canary.pool_of(session_id)]
         assert 0 < len(promoted) < 40
         others = [session_id for session_id in sessions if session_id not in promoted]
-        for coordinator in (first, second):
-            assert (await ask(coordinator, session_id=promoted.pop(), gamma=3))[1] == {"b"}
-            assert (await ask(coordinator, session_id=others.pop(), gamma=3))[1] == {"a"}
+        for coordinator in (first, second):  # each request of a class of its own, of which nothing is known yet
+            assert (await ask(coordinator, session_id=promoted.pop(), gamma=3, task="promoted"))[1] == {"b"}
+            assert (await ask(coordinator, session_id=others.pop(), gamma=3, task="other"))[1] == {"a"}
         info = await second.stub.GetInfo(pb.GetInfoRequest())
         assert info.promotion == told
 
