@@ -26,7 +26,7 @@ class SteadyLoad:
         num_streams: int = 6,
         num_tokens: int = NUM_TOKENS,
         *,
-        patience_s: float = 60.0,
+        patience_s: float | None = None,
         **asked: Any,
     ) -> None:
         """Asks a quiet system for each stream's output.
@@ -35,11 +35,11 @@ class SteadyLoad:
             endpoint: of the coordinator.
             num_streams: at once.
             num_tokens: of an output.
-            patience_s: how long a stream goes on asking after its generation was lost.
+            patience_s: how long a stream goes on asking where nobody answers; None: as clients do by themselves.
             asked: further options of every request.
         """
         self._endpoint = endpoint
-        self._budgets = Budgets(resume_s=patience_s)
+        self._budgets = Budgets() if patience_s is None else Budgets(connect_s=patience_s, resume_s=patience_s)
         self._asked = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True} | asked
         self.chunks: list[tuple[float, int, int]] = []
         """When each chunk came, of which stream, and its tokens."""
