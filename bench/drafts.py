@@ -14,15 +14,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from bench import draft_routes, head_drafts, local_drafts, other_tokenizers
+from bench.draft_rows import same_text_row, speed_rows
 from bench.models import DEMO, deep
-from bench.pairs import interleave, median_ratio
+from bench.pairs import interleave
 from bench.peers import PeerProcess, PeerRun
 from bench.report import progress
 from bench.rows import Origin, Row
-from bench.system import RunningSystem, SystemRun, acceptance, emitted_per_round
+from bench.system import RunningSystem, SystemRun
 from bench.workload import NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
 
 SUITE = "drafts"
@@ -89,28 +88,7 @@ def _measure_text(target_dir: Path, quick: bool) -> list[Row]:
 
 
 def _rows(runs: Runs, quick: bool) -> list[Row]:
-    rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
     row = partial(Row, suite=SUITE, case=CASE, origin=Origin(), quick=quick)
-    rows = []
-    for number, system, other, required in (
-        (30, SUFFIX, TARGET_ONLY, 2.0), (31, SUFFIX, LOOKUP, 1.5), (None, NGRAM, TARGET_ONLY, None),
-        (None, NGRAM, LOOKUP, None),
-    ):  # fmt: skip
-        ratio = median_ratio(rates[system], rates[other])
-        rows.append(
-            row(
-                row=number, system=system, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=other,
-                low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=required,
-            )
-        )  # fmt: skip
-    for name, measured in rates.items():
-        figures = {"tokens_per_s": (float(np.median(measured)), "tokens/s")}
-        if name in (SUFFIX, NGRAM):
-            figures |= {"alpha": (acceptance(runs[name]), ""), "tau": (emitted_per_round(runs[name]), "tokens/round")}
-        rows += [
-            row(row=None, system=name, metric=metric, value=value, unit=unit)
-            for metric, (value, unit) in figures.items()
-        ]
-    same = [ours.token_ids == alone.token_ids for ours, alone in zip(runs[SUFFIX], runs[TARGET_ONLY], strict=True)]
-    rows.append(row(row=None, system=SUFFIX, metric="texts_equal_to_target_only", value=float(np.mean(same)), unit=""))
-    return rows
+    comparisons = ((30, SUFFIX, TARGET_ONLY, 2.0), (31, SUFFIX, LOOKUP, 1.5), (None, NGRAM, TARGET_ONLY, None),
+                   (None, NGRAM, LOOKUP, None))  # fmt: skip
+    return [*speed_rows(runs, row, comparisons, (SUFFIX, NGRAM)), same_text_row(runs, row, SUFFIX, TARGET_ONLY)]

@@ -9,13 +9,12 @@ by `drafts`.
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
+from bench.draft_rows import same_text_row, speed_rows
 from bench.models import DEMO
-from bench.pairs import interleave, median_ratio
+from bench.pairs import interleave
 from bench.report import progress
 from bench.rows import Origin, Row
-from bench.system import RunningSystem, SystemRun, acceptance, emitted_per_round
+from bench.system import RunningSystem, SystemRun
 from bench.workload import NUM_NEW_TOKENS, prompt_token_ids
 
 SUITE = "drafts"
@@ -50,25 +49,6 @@ def measure(target_dir: Path, quick: bool) -> list[Row]:
 
 
 def _rows(runs: dict[str, list[SystemRun]], quick: bool) -> list[Row]:
-    rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
     row = partial(Row, suite=SUITE, case=CASE, origin=Origin(), quick=quick)
-    rows = []
-    for number, other, required in ((32, MODEL, 1.2), (None, TARGET_ONLY, None)):
-        ratio = median_ratio(rates[HEAD], rates[other])
-        rows.append(
-            row(
-                row=number, system=HEAD, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=other,
-                low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=required,
-            )
-        )  # fmt: skip
-    for name, measured in rates.items():
-        figures = {"tokens_per_s": (float(np.median(measured)), "tokens/s")}
-        if name != TARGET_ONLY:
-            figures |= {"alpha": (acceptance(runs[name]), ""), "tau": (emitted_per_round(runs[name]), "tokens/round")}
-        rows += [
-            row(row=None, system=name, metric=metric, value=value, unit=unit)
-            for metric, (value, unit) in figures.items()
-        ]
-    same = [ours.token_ids == model.token_ids for ours, model in zip(runs[HEAD], runs[MODEL], strict=True)]
-    rows.append(row(row=None, system=HEAD, metric="texts_equal_to_draft_model", value=float(np.mean(same)), unit=""))
-    return rows
+    comparisons = ((32, HEAD, MODEL, 1.2), (None, HEAD, TARGET_ONLY, None))
+    return [*speed_rows(runs, row, comparisons, (HEAD, MODEL)), same_text_row(runs, row, HEAD, MODEL)]

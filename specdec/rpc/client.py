@@ -67,7 +67,7 @@ class _Link(Generic[RequestT, ReplyT]):
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
             max_message_bytes: the replica's limit; a larger item is refused here, sparing the others the break.
-            call_timeout_s: for `info` and `release`; streamed calls have no deadline of their own.
+            call_timeout_s: for `info`, `release` and `score`; streamed calls have no deadline of their own.
         """
         self.address = address
         self._max_message_bytes = max_message_bytes
