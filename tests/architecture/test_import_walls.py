@@ -147,6 +147,36 @@ def test_a_file_imports_only_what_its_room_may(path: Path) -> None:
     assert not forbidden, f"{path.relative_to(ROOT)} reaches into {sorted(forbidden)}"
 
 
+def documented_floors() -> dict[str, int]:
+    """Of each room of the engine and the coordinator, as docs/adr/0008-rooms.md has them."""
+    rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \|$", (ROOT / "docs/adr/0008-rooms.md").read_text(), re.MULTILINE)
+    return {
+        prefix + room: int(floor)
+        for floor, *columns in rows
+        for prefix, column in zip((ENGINE, "coordinator."), columns, strict=True)
+        for room in re.findall(r"`(\w+)`", column)
+    }
+
+
+def real_floors() -> dict[str, int]:
+    """One above the highest room that a room's files import, of its own half of the house."""
+    reached: dict[str, set[str]] = {}
+    for path in python_files():
+        room = room_of(module_of(path))
+        reached.setdefault(room, set()).update(map(room_of, imported_modules(path.read_text(), "")))
+
+    def floor(room: str) -> int:
+        half = room.rpartition(".")[0]
+        return 1 + max((floor(other) for other in reached[room] & reached.keys()
+                        if other != room and other.rpartition(".")[0] == half), default=0)  # fmt: skip
+
+    return {room: floor(room) for room in reached if room.startswith((ENGINE, "coordinator."))}
+
+
+def test_the_floors_are_those_that_the_record_of_the_cut_has() -> None:
+    assert documented_floors() == real_floors()
+
+
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_protobuf_types_stop_at_servicers_the_front_rpc_and_client(path: Path) -> None:
     relative = path.relative_to(ROOT)
