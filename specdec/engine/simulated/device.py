@@ -4,6 +4,9 @@ Everything happens on one thread that runs events at absolute times, each event 
 it ran: what the machine is late by never adds up, and the only lateness a caller can see is that of its own answer.
 asyncio's own timers are not used because they are a millisecond coarse.
 
+A call comes from its replica's gate (`specdec.engine.sessions.calls`) and goes, answered, back through it to the
+`servicer`.
+
 Not here: what the steps compute (`text`), sessions and calls (`replica`, which alone calls this).
 """
 
