@@ -29,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The whole command line. Defaults come from `environ` where api.md names a variable."""
+    """The whole command line. Defaults come from `environ` where a flag has a variable (`SPECDEC_ENDPOINT`)."""
     description = "Distributed speculative decoding: run it, talk to it, measure it."
     parser = _Parser(prog="specdec", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")

@@ -118,7 +118,7 @@ class CoordinatorMetrics:
             self._tpot_s.observe((e2el_s - ttft_s) / (num_output_tokens - 1))
 
     def observe_failed(self, reason: str) -> None:
-        """A request ended with an error of this reason (api.md), or was cancelled (`CANCELLED`)."""
+        """A request ended with an error of this reason (`SpecdecError.reason`), or was cancelled (`CANCELLED`)."""
         self._failures.labels(self._model_name, reason).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
