@@ -19,6 +19,8 @@ from typing import Any
 _CHARACTERS_PER_TOKEN = 64
 #: And with white space, of which tables and indented lines have runs: a quarter of the text at least is not empty.
 _CHARACTERS_WITH_SPACE_PER_TOKEN = 256
+#: And a text of no more than this is read in any case: it takes milliseconds, and what it is of is then known.
+_READ_ANYWAY = 1 << 16
 #: The most characters that composition makes one of: the longest canonical decomposition.
 _COMPOSED_CHARACTERS = 4
 _COMPOSING = frozenset(("NFC", "NFKC"))
@@ -26,6 +28,7 @@ _KEEPING_NORMALIZERS = frozenset(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLe
 _KEEPING_PRE_TOKENIZERS = frozenset(("ByteLevel", "Digits", "Metaspace"))
 _SPLITTING = frozenset(("Split", "Punctuation"))
 _NUM_BYTES = 256
+_SLICE = 1 << 16
 _WHITE_SPACE = re.compile(r"\s+")
 
 
@@ -44,7 +47,8 @@ class TextBounds:
     def excess(self, text: str, max_tokens: int) -> tuple[int, int] | None:
         """None where `text` may be of `max_tokens` tokens; else how many characters count, and how many might."""
         room = max(max_tokens, 0)
-        if len(text) <= room * self.per_token:
+        is_ours = self.with_space_per_token is not None
+        if len(text) <= max(room * self.per_token, _READ_ANYWAY if is_ours else 0):
             return None
         if self.with_space_per_token is not None and len(text) > room * self.with_space_per_token:
             return len(text), room * self.with_space_per_token
@@ -55,7 +59,7 @@ class TextBounds:
         """Characters of `text` that tokens have to stand for; any number above `most` will do for one that is."""
         if self.with_space_per_token is None and not (self.takes_space_before or self.takes_space_after):
             return len(text)
-        visible = sum(map(len, text.split()))
+        visible = _num_visible(text)
         if self.with_space_per_token is not None or visible > most:
             return visible
         # Few are visible, so there are few runs of white space to look at.
@@ -67,6 +71,11 @@ class TextBounds:
             is_before = text.startswith(self.takes_space_before, run.end())
             if is_before or text.endswith(self.takes_space_after, 0, run.start()):
                 yield run.group()
+
+
+def _num_visible(text: str) -> int:
+    """Characters that are no white space; by slices, so that not every word of a long text is there at once."""
+    return sum(sum(map(len, text[start : start + _SLICE].split())) for start in range(0, len(text), _SLICE))
 
 
 def text_bounds(tokenizer: Any, vocabulary: Collection[str]) -> TextBounds:
