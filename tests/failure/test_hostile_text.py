@@ -255,6 +255,13 @@ def test_a_text_far_beyond_the_context_is_refused_unread_by_every_tokenizer(tmp_
     assert (refusal.value.reason, refusal.value.field) == ("CONTEXT_TOO_LONG", "prompt")
 
 
+@pytest.mark.parametrize("kind", ["word pieces", "unigram"])
+def test_a_text_that_costs_little_is_read_however_little_room_there_is(tmp_path: Path, kind: str) -> None:
+    unbounded(kind).save_pretrained(tmp_path)
+    prompt = encode_prompt(ask(text="b" * 50_000), NOTHING, ServedTokenizer(tmp_path), 2)
+    assert prompt.num_tokens == 1
+
+
 @pytest.mark.parametrize("text", [" " * 500_000 + "<x>", "<x>" + " \n" * 250_000, "a <x>" + " " * 500_000 + "<x> a"])
 def test_space_that_an_added_token_takes_never_counts(tmp_path: Path, text: str) -> None:
     byte_level(added=STRIPPING).save_pretrained(tmp_path)
