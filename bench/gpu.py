@@ -2,7 +2,7 @@
 
 Three figures, each of them alone by `--rows`: the engine alone against what the device's memory allows; one greedy
 stream through the three services against our own target-only mode and Hugging Face's assisted generation; tokens a
-second of 1 to 64 streams. Acceptance is chosen (`random_pair`) and measured again in the stream that counts. Without a
+second of 1 to 64 streams. Acceptance is dialled (`random_pair`) and measured again in the stream that counts. Without a
 CUDA device the suite says so and measures nothing. Needs 60 GB of the device's memory, for two targets at once, and 20
 GB of disk where temporary files go. With `--tensor-parallel N` one row instead, of N devices (`gpu_ranks`).
 """
