@@ -39,6 +39,7 @@ from specdec.engine.model.checkpoint_model import (
     pool_blocks,
     quietly,
 )
+from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.int8_projection import Int8Projection
@@ -236,6 +237,7 @@ def _load_model(
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     if not model_class._supports_attention_backend:
         raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
+    settle_cuda()
     register_attention()
     register_probe()
     try:

@@ -19,11 +19,11 @@ from itertools import groupby
 import torch
 
 from specdec.engine.base import ModelShape, SequenceSlice
+from specdec.engine.captured.attention_choice import choose_attention
 from specdec.engine.captured.buckets import Bucket, Buckets
 from specdec.engine.captured.capture import CudaCapture
-from specdec.engine.captured.static_attention import GatheredAttention, StaticAttention
+from specdec.engine.captured.static_attention import StaticAttention
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
-from specdec.engine.captured.varlen_attention import find_varlen_attention
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
@@ -73,8 +73,7 @@ def capture_steps(
     began_s = time.monotonic()
     try:
         capture = options.capture or CudaCapture(device)
-        attention = find_varlen_attention(source.cache, source.layer_kinds, capture)
-        attention = attention or GatheredAttention(source.cache, source.layer_kinds)
+        attention = choose_attention(source.cache, source.layer_kinds, capture, options.attention)
         buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
         steps = CapturedSteps(forward, source.cache, attention, buckets, shape.vocabulary_size)
         steps.record(capture)
@@ -139,7 +138,9 @@ class CapturedSteps:
         with torch.inference_mode():
             for part in shown(parts, "capturing step graphs", lambda part: f"{part[0].num_sequences} sequences"):
                 for bucket in part:
-                    inputs = StaticInputs(bucket, self._numbers, self._scratch_block)
+                    inputs = StaticInputs(
+                        bucket, self._numbers, self._scratch_block, packs_tables=self._attention.packs_tables
+                    )
                     inputs.fill(())
                     try:
                         self._steps[bucket] = inputs, capture(self._step_of(inputs))
