@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from specdec.engine.captured.paged_kernels import attend_parts, merge_parts
 
 HOPPER = GPUTarget("cuda", 90, 32)
-COUNTS = {"num_sequences": "i32", "query_stride": "i32"}
+COUNTS = {"num_rows": "i32", "num_sequences": "i32", "query_stride": "i32"}
 FACTORS = {"score_factor": "fp32", "softcap": "fp32"}
 NUMBERS = {"tables": "*i64", "table_firsts": "*i64", "lengths": "*i64", "first_rows": "*i32"}
 PARTS = {"part_sums": "*fp32", "part_maxima": "*fp32", "part_weights": "*fp32"}
@@ -28,7 +28,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 GEMMA = LLAMA | {"WINDOW": 512, "IS_CAPPED": True, "KEY_DIM": 80, "VALUE_DIM": 80, "TILE_ROWS": 16, "TILE_QUERIES": 4}
 MERGING = {"WINDOW": 0, "NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_PAD": 128, "UNIT_KEYS": 128, "NUM_SPLITS": 16,
-           "MOST_SEQUENCES": 64}  # fmt: skip
+           "MOST_SEQUENCES": 64, "TILE_OUTPUTS": 1}  # fmt: skip
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def main() -> None:
         {
             "llama": compiled(attend_parts, types, LLAMA),
             "gemma": compiled(attend_parts, types, GEMMA),
-            "merging": compiled(merge_parts, NUMBERS | PARTS | {"output": "*bf16", "num_sequences": "i32"}, MERGING),
+            "merging": compiled(merge_parts, NUMBERS | PARTS | {"output": "*bf16", **COUNTS}, MERGING),
         },
         sys.stdout,
     )

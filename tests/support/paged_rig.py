@@ -13,7 +13,7 @@ from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
 from specdec.types import BLOCK_TOKENS
 
 #: A context of a few pages has several units, and one of some more has more than there are splits.
-SMALL = Splitting(tile_keys=16, unit_tiles=2, num_splits=4)
+SMALL = Splitting(tile_keys=16, unit_tiles=2, num_splits=4, tile_outputs=16)
 
 
 @dataclass(frozen=True)

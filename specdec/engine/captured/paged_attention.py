@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.engine.captured.buckets import ContextSteps
 from specdec.engine.captured.static_attention import step_batch
 from specdec.engine.captured.static_inputs import StaticInputs
 from specdec.engine.model.attention import RowContext
@@ -45,6 +46,8 @@ class Splitting:
     """Tiles that one program takes together."""
     num_splits: int = 16
     """Programs; a power of two. 16 for each of 8 KV heads keep a device of 132 processors busy with one sequence."""
+    tile_outputs: int = 1
+    """Heads of rows that one program merges; a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +122,11 @@ def paged_attention(
         MOST_SEQUENCES=most_sequences, WIDENS_OPERANDS=isinstance(attend_parts, InterpretedFunction),
         num_warps=4, num_stages=3,  # so block ids come before their keys, and keys before their products
     )  # fmt: skip
-    merge_parts[(num_rows, num_heads)](
-        sums, maxima, weights, rows.lengths, rows.first_rows, output, num_sequences,
+    merge_parts[(-(-num_rows * num_heads // splitting.tile_outputs),)](
+        sums, maxima, weights, rows.lengths, rows.first_rows, output, num_rows, num_sequences,
         WINDOW=kind.window or 0, NUM_HEADS=num_heads, VALUE_DIM=shape.value_dim, VALUE_PAD=value_pad,
         UNIT_KEYS=splitting.tile_keys * splitting.unit_tiles, NUM_SPLITS=num_splits, MOST_SEQUENCES=most_sequences,
+        TILE_OUTPUTS=splitting.tile_outputs,
     )  # fmt: skip
     return output
 
@@ -131,7 +135,7 @@ class PagedAttention:
     """Attention of captured steps through `paged_attention`."""
 
     name = "paged"
-    context_steps = None
+    context_steps: ContextSteps | None = None
     packs_tables = True
 
     def __init__(self, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:

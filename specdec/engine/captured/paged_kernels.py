@@ -186,7 +186,7 @@ def attend_parts(
     )
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def merge_parts(
     part_sums,
     part_maxima,
@@ -194,6 +194,7 @@ def merge_parts(
     lengths,
     first_rows,
     output,
+    num_rows,
     num_sequences,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -202,39 +203,49 @@ def merge_parts(
     UNIT_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MOST_SEQUENCES: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
 ):
-    """What `attend_parts` left of one row and head, over all splits that it has keys in.
+    """What `attend_parts` left of some heads of some rows, each over all splits that it has keys in.
 
     Args: as there, and
         output: [T, NUM_HEADS, VALUE_DIM], contiguous.
+        num_rows: T.
         NUM_HEADS: of the queries.
         UNIT_KEYS: TILE_KEYS * UNIT_TILES.
+        TILE_OUTPUTS: heads of one program, those of a row one after the other.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    outputs = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    is_output = outputs < num_rows * NUM_HEADS
+    rows = outputs // NUM_HEADS
     sequences = tl.arange(0, MOST_SEQUENCES)
     is_sequence = sequences < num_sequences
     starts = tl.load(first_rows + sequences, mask=is_sequence, other=0)
-    sequence = tl.sum((is_sequence & (starts <= row)).to(tl.int32), axis=0) - 1
-    position = tl.load(lengths + sequence).to(tl.int32) - tl.load(first_rows + sequence + 1) + row
+    begun = is_sequence[None, :] & (starts[None, :] <= rows[:, None])
+    sequence = tl.sum(begun.to(tl.int32), axis=1) - 1  # [TILE_OUTPUTS]
+    length = tl.load(lengths + sequence, mask=is_output, other=0).to(tl.int32)
+    positions = length - tl.load(first_rows + sequence + 1, mask=is_output, other=0) + rows
 
     splits = tl.arange(0, NUM_SPLITS)
-    first_units, num_units = _own_units(position, position, splits, WINDOW, UNIT_KEYS, NUM_SPLITS)
-    has_keys = first_units < num_units
-    parts = (row.to(tl.int64) * NUM_HEADS + head) * NUM_SPLITS + splits
+    first_units, num_units = _own_units(
+        positions[:, None], positions[:, None], splits[None, :], WINDOW, UNIT_KEYS, NUM_SPLITS
+    )
+    has_keys = is_output[:, None] & (first_units < num_units)
+    parts = outputs.to(tl.int64)[:, None] * NUM_SPLITS + splits[None, :]
     maxima = tl.load(part_maxima + parts, mask=has_keys, other=float("-inf"))
     weights = tl.load(part_weights + parts, mask=has_keys, other=0.0)
-    top = tl.max(maxima, axis=0)
-    shares = tl.exp2(maxima - tl.where(top == float("-inf"), 0.0, top))
+    top = tl.max(maxima, axis=1)
+    shares = tl.exp2(maxima - tl.where(top == float("-inf"), 0.0, top)[:, None])
     columns = tl.arange(0, VALUE_PAD)
+    is_column = columns < VALUE_DIM
     sums = tl.load(
-        part_sums + parts[:, None] * VALUE_DIM + columns[None, :],
-        mask=has_keys[:, None] & (columns[None, :] < VALUE_DIM),
+        part_sums + parts[:, :, None] * VALUE_DIM + columns[None, None, :],
+        mask=has_keys[:, :, None] & is_column[None, None, :],
         other=0.0,
-    )
-    total = tl.sum(weights * shares, axis=0)
-    mean = tl.sum(sums * shares[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    )  # [TILE_OUTPUTS, NUM_SPLITS, VALUE_PAD]
+    total = tl.sum(weights * shares, axis=1)
+    means = tl.sum(sums * shares[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
-        output + (row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + columns,
-        mean.to(output.dtype.element_ty),
-        mask=columns < VALUE_DIM,
+        output + outputs.to(tl.int64)[:, None] * VALUE_DIM + columns[None, :],
+        means.to(output.dtype.element_ty),
+        mask=is_output[:, None] & is_column[None, :],
     )

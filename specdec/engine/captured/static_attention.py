@@ -40,7 +40,7 @@ class GatheredAttention:
     name = "gathered"
     # Copying a context four times too long is a few percent of a step of one sequence of a large model; of many
     # sequences it would be most of it, and the copies need room.
-    context_steps = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
+    context_steps: ContextSteps | None = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
     packs_tables = False
 
     def __init__(self, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:

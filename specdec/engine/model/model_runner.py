@@ -65,7 +65,7 @@ class RecordedSteps(Protocol):
     """Steps that need not be laid out to be run."""
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """[R, vocabulary_size] logits in the model's dtype, valid until the next step; None: not one of those."""
+        """[R, at least vocabulary_size] logits in the model's dtype, valid until the next step; None: none of those."""
         ...
 
 
