@@ -9,7 +9,7 @@ by `engine.captured.steps`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,37 +98,44 @@ def paged_attention(
     shape, group, num_sequences = layer.shape, kind.queries_per_kv_head, len(rows.lengths)
     if query.stride()[1:] != (shape.key_dim, 1):
         query = query.contiguous()
-    most_rows = _MOST_TILE_ROWS_FLOAT32 if query.dtype == torch.float32 else _MOST_TILE_ROWS
-    tile_rows = max(_FEWEST_TILE_ROWS, min(next_power_of_2(_TILE_QUERIES * group), most_rows), next_power_of_2(group))
-    tile_queries = tile_rows // group
-    num_splits = splitting.num_splits
-    value_pad = max(16, next_power_of_2(shape.value_dim))
-    most_sequences = max(_FEWEST_SEQUENCES, next_power_of_2(num_sequences))
-    parts = (num_rows, num_heads, num_splits)
+    tile_rows = _tile_rows(next_power_of_2, group, query.dtype)
+    both = {
+        "WINDOW": kind.window or 0,
+        "VALUE_DIM": shape.value_dim,
+        "VALUE_PAD": max(16, next_power_of_2(shape.value_dim)),
+        "NUM_SPLITS": splitting.num_splits,
+        "MOST_SEQUENCES": max(_FEWEST_SEQUENCES, next_power_of_2(num_sequences)),
+    }
+    parts = (num_rows, num_heads, splitting.num_splits)
     sums = torch.empty(*parts, shape.value_dim, dtype=torch.float32, device=query.device)
     maxima, weights = torch.empty(2, *parts, dtype=torch.float32, device=query.device)
     output = torch.empty(num_rows, num_heads, shape.value_dim, dtype=query.dtype, device=query.device)
     per_e = math.log2(math.e)
-    attend_parts[(num_rows // tile_queries + num_sequences, shape.num_kv_heads, num_splits)](
-        query, layer.rows, rows.tables, rows.table_firsts, rows.lengths, rows.first_rows, sums, maxima, weights,
-        num_sequences, query.stride(0),
-        scale * per_e if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * per_e,
-        WINDOW=kind.window or 0, IS_CAPPED=softcap is not None,
-        NUM_KV_HEADS=shape.num_kv_heads, QUERIES_PER_KV_HEAD=group,
-        KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
-        KEY_PAD=max(16, next_power_of_2(shape.key_dim)), VALUE_PAD=value_pad,
-        PAGE_TOKENS=BLOCK_TOKENS, TILE_ROWS=tile_rows, TILE_QUERIES=tile_queries,
-        TILE_KEYS=splitting.tile_keys, UNIT_TILES=splitting.unit_tiles, NUM_SPLITS=num_splits,
-        MOST_SEQUENCES=most_sequences, WIDENS_OPERANDS=isinstance(attend_parts, InterpretedFunction),
-        num_warps=4, num_stages=3,  # so block ids come before their keys, and keys before their products
-    )  # fmt: skip
-    merge_parts[(-(-num_rows * num_heads // splitting.tile_outputs),)](
-        sums, maxima, weights, rows.lengths, rows.first_rows, output, num_rows, num_sequences,
-        WINDOW=kind.window or 0, NUM_HEADS=num_heads, VALUE_DIM=shape.value_dim, VALUE_PAD=value_pad,
-        UNIT_KEYS=splitting.tile_keys * splitting.unit_tiles, NUM_SPLITS=num_splits, MOST_SEQUENCES=most_sequences,
-        TILE_OUTPUTS=splitting.tile_outputs,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # Triton launches on the current one
+        attend_parts[(num_rows // (tile_rows // group) + num_sequences, shape.num_kv_heads, splitting.num_splits)](
+            query, layer.rows, rows.tables, rows.table_firsts, rows.lengths, rows.first_rows, sums, maxima, weights,
+            num_sequences, query.stride(0),
+            scale * per_e if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * per_e,
+            IS_CAPPED=softcap is not None, NUM_KV_HEADS=shape.num_kv_heads, QUERIES_PER_KV_HEAD=group,
+            KEY_DIM=shape.key_dim, KEY_PAD=max(16, next_power_of_2(shape.key_dim)), PAGE_TOKENS=BLOCK_TOKENS,
+            TILE_ROWS=tile_rows, TILE_QUERIES=tile_rows // group,
+            TILE_KEYS=splitting.tile_keys, UNIT_TILES=splitting.unit_tiles,
+            WIDENS_OPERANDS=isinstance(attend_parts, InterpretedFunction),
+            num_warps=4, num_stages=3,  # so block ids come before their keys, and keys before their products
+            **both,
+        )  # fmt: skip
+        merge_parts[(-(-num_rows * num_heads // splitting.tile_outputs),)](
+            sums, maxima, weights, rows.lengths, rows.first_rows, output, num_rows, num_sequences,
+            NUM_HEADS=num_heads, UNIT_KEYS=splitting.tile_keys * splitting.unit_tiles,
+            TILE_OUTPUTS=splitting.tile_outputs, **both,
+        )  # fmt: skip
     return output
+
+
+def _tile_rows(next_power_of_2: Callable[[int], int], group: int, dtype: torch.dtype) -> int:
+    """Rows of a product: the same whatever a step holds, for the sake of a row's bits."""
+    most = _MOST_TILE_ROWS_FLOAT32 if dtype == torch.float32 else _MOST_TILE_ROWS
+    return max(_FEWEST_TILE_ROWS, min(next_power_of_2(_TILE_QUERIES * group), most), next_power_of_2(group))
 
 
 class PagedAttention:
