@@ -30,8 +30,11 @@ def _own_units(
     return first_unit + (split + NUM_SPLITS - first_unit % NUM_SPLITS) % NUM_SPLITS, num_units
 
 
-# A kernel for each value that Triton finds special would be one to compile for each bucket.
-@triton.jit(do_not_specialize=["num_sequences"])
+# A kernel for each value and each address that Triton finds special would be one to compile for each bucket.
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=["tables", "table_firsts", "lengths", "first_rows"],
+)
 def attend_parts(
     query,
     kv_rows,
@@ -186,7 +189,7 @@ def attend_parts(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_sequences"])
+@triton.jit(do_not_specialize=["num_rows", "num_sequences"], do_not_specialize_on_alignment=["lengths", "first_rows"])
 def merge_parts(
     part_sums,
     part_maxima,
