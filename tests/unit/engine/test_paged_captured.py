@@ -141,17 +141,11 @@ def without_tables(*args: Any, **kwargs: Any) -> torch.Tensor:
                            **kwargs)  # fmt: skip
 
 
-def without_merging(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Only the first unit of keys."""
-    query, layer, kind, rows = args
-    return paged_attention(query, layer, replace(kind, window=32), rows, **kwargs)
-
-
 def failing(*_: Any, **__: Any) -> torch.Tensor:
     raise RuntimeError("ptxas fatal: no such architecture\nand much more")
 
 
-@pytest.mark.parametrize("wrong", [lengths_off_by_one, window_off_by_one, without_tables, without_merging])
+@pytest.mark.parametrize("wrong", [lengths_off_by_one, window_off_by_one, without_tables])
 def test_kernels_that_compute_something_else_are_found_out(
     wrong: Callable[..., torch.Tensor], mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
