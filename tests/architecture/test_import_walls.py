@@ -231,9 +231,10 @@ def test_sessions_and_schedules_and_the_engines_simulated_on_them_load_no_torch(
     assert "torch" not in loaded_after("\n".join(f"import {name}" for name in names))
 
 
-def test_the_engine_imports_without_grpc_and_redis() -> None:
-    hidden = ("grpc", "redis", "fakeredis", "pydantic_settings", "prometheus_client")
-    loaded = loaded_after("\n".join(f"import {name}" for name in modules_of("specdec.engine")), hidden=hidden)
+def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
+    hidden = ("grpc", "redis", "fakeredis", "pydantic_settings", "prometheus_client", "triton")
+    names = set(modules_of("specdec.engine")) - {"specdec.engine.captured.paged_kernels"}  # written in Triton
+    loaded = loaded_after("\n".join(f"import {name}" for name in sorted(names)), hidden=hidden)
     assert not loaded & set(hidden)
 
 

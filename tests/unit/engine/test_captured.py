@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,16 @@ def test_capturing_shows_its_progress(mixed: Path, caplog: pytest.LogCaptureFixt
     load(mixed, capture=CountedCapture())
     shown = [record.progress for record in caplog.records if hasattr(record, "progress")]
     assert shown == [f"{part}/7" for part in range(1, 8)]
+
+
+def test_without_triton_blocks_are_gathered_and_one_warning_says_so(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    pair = Pair(mixed, attention="paged")
+    (warning,) = (message for level, message in specdec_records(caplog) if level == "WARNING")
+    assert warning.startswith("paged attention does not run here: ")
+    assert "triton" in warning
+    assert "with gathered attention" in caplog.text
+    pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))
