@@ -59,7 +59,7 @@ def test_steps_through_the_kernels_equal_eager_ones(mixed: Path, caplog: pytest.
     pair = Pair(mixed, capture=counted(), attention="paged")
     # Of all contexts: 1, 2, 4 ... 64 sequences of 1, 3 and 5 rows.
     assert "captured 21 of 21 step graphs with paged attention" in caplog.text
-    check_ragged_steps(pair, num_steps=6)
+    check_ragged_steps(pair, num_steps=4)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
@@ -69,7 +69,7 @@ def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None
         assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), is_captured=False).isnan().all()
     one, two = random_tokens(8, 60), random_tokens(9, 60)
     pair.run(piece(one, 0, 12, pair.tables[1], 1), piece(two, 0, 12, pair.tables[2], 1), is_captured=False)
-    for start in range(12, 21, 3):  # across the end of a page
+    for start in range(12, 18, 3):  # across the end of a page
         poison = piece([NAN_TOKEN_ID] * 60, start, start + 1, pair.tables[3], 1)
         first = piece(one, start, start + 3, pair.tables[1], 3)
         assert pair.run(first, piece(two, start, start + 3, pair.tables[2], 2), poison)[:5].isfinite().all()
