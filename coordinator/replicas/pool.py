@@ -61,7 +61,7 @@ class ReplicaPools:
             open_link: how replicas are called.
             static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
             lookup_pools: names of the pools of drafts that are found in text, by this coordinator itself.
-            first_model_pool: name of the pool of draft replicas that comes before the others, which are in order of name.
+            first_model_pool: the pool of draft replicas that comes before the others; those are in order of name.
             on_readiness: awaited whenever the answer to "is a target replica connected" changes.
         """
         self.vocabulary_fingerprint = vocabulary_fingerprint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from math import exp
 
 import numpy as np
@@ -47,6 +47,13 @@ async def follow(canary: Canary, generator: np.random.Generator, *, slower: floa
         await ask(canary, generator, 50, slower=slower)
         await canary.look_at_store()
     return seen
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.01)
 
 
 async def test_a_pool_that_is_as_good_comes_to_all_sessions_share_by_share(store: RedisSessionStore) -> None:
@@ -146,12 +153,10 @@ async def test_a_record_that_is_none_is_told_once_and_what_follows_it_is_followe
     canary = Canary(store.promotions())
     canary.start()
     async with asyncio.timeout(20):
-        while not caplog.records:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: bool(caplog.records))
         await asyncio.sleep(0.1)
         await store.promotions().put(Promotion("new", 0.01, 1.0, PromotionStatus.RUNNING))
-        while canary.promotion is None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: canary.promotion is not None)
     await canary.close()
     assert [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()] == [
         "the store's promotion of a draft pool cannot be read; promote one anew"
@@ -200,8 +205,7 @@ async def test_what_was_decided_while_the_store_stood_still_is_told_once_it_move
     finally:
         redis_server.signal(signal.SIGCONT)
     async with asyncio.timeout(30):
-        while canary.promotion.status is PromotionStatus.RUNNING:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: canary.promotion.status is not PromotionStatus.RUNNING)
     later = Canary(store.promotions())
     await later.look_at_store()
     assert canary.promotion == later.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.ROLLED_BACK)
