@@ -69,7 +69,7 @@ def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcom
 
 
 class Request:
-    """One request that pool a drafts for, four tokens a round, all of which are refused."""
+    """One request that pool a drafts for, four tokens a round."""
 
     def __init__(self, coordinator: Coordinator, prefill_s: float, records: dict[str, PoolRecord]) -> None:
         self.scores = ToldScores(coordinator.pools)
@@ -80,11 +80,11 @@ class Request:
         self.route = RequestRoute(CLASS, self.routes, setting, self.tokens)
         assert self.route.begin() == "a"
 
-    def run(self, num_rounds: int) -> None:
+    def run(self, num_rounds: int, num_accepted: int = 0) -> None:
         for _ in range(num_rounds):
-            outcome = round_of("a", 4, 0)
+            outcome = round_of("a", 4, num_accepted)
             self.tokens.extend(outcome.token_ids)
-            self.route.note(outcome, 1)
+            self.route.note(outcome, len(outcome.token_ids))
 
     def seconds_of(self, pool: str, tested: Sequence[float], accepted: Sequence[float]) -> float:
         """What a token takes with a pool, by what the span showed of it."""
@@ -149,3 +149,10 @@ async def test_a_pool_is_not_left_for_one_that_is_as_good(
     for _ in range(6):
         request.run(SPAN + 1)
         assert request.route.next_pool("a", MUCH) == "a"
+
+
+async def test_of_the_pool_that_drafts_the_tokens_count_that_were_tested(coordinator: Coordinator) -> None:
+    request = Request(coordinator, 1e-9, records())
+    request.run(SPAN, num_accepted=1)  # and one refused; two were never looked at
+    (figures,) = request.routes.figures("a")
+    assert figures.alpha == pytest.approx(0.5)
