@@ -301,3 +301,7 @@ class EngineInfo:
     """Sessions that call it: one is in work, or was within the last second."""
     local_drafts: tuple[str, ...] = ()
     """Of a target: names of what it can draft with by itself."""
+    num_steps: int = 0
+    """That have ended since the process began."""
+    step_limit_s: float = 0.0
+    """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""

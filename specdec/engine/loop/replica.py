@@ -109,6 +109,8 @@ class ReplicaEngine:
             dtype=self._shape.dtype,
             device=self._shape.device,
             local_drafts=self._shape.local_drafts,
+            num_steps=load.num_steps,
+            step_limit_s=load.step_limit_s,
         )
 
     @property
