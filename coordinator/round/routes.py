@@ -85,7 +85,7 @@ class Routes:
         """The class of a request; `end_of_prompt`: the last of what its session holds before the output."""
         kind = "" if task else kind_of(end_of_prompt, self._text_of(end_of_prompt.tolist()))
         name = class_of(task, kind, mode, filters)
-        if name not in self._classes and len(self._classes) >= MAX_CLASSES:
+        if task and name not in self._classes and len(self._classes) >= MAX_CLASSES:
             name = class_of(OTHER, "", mode, filters)
         return name
 

@@ -19,8 +19,8 @@ from specdec.state.store import Promotion, PromotionStatus
 
 _ANY, _NONE = "*", ""
 
-#: Of a record: several times the longest of ours.
-_MAX_BYTES = 512
+#: Of a record; ours have less, whatever characters their pool's name is of.
+_MAX_BYTES = 1024
 
 
 class RedisPromotions:

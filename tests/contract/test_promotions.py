@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.routing.promotion import LEAST_TOKENS, LOOKS, STAGES, Canary, Sample, is_worse, next_share
 from specdec.errors import Internal
+from specdec.pool_names import MAX_POOL_NAME_CHARS
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Promotion, PromotionStatus
 from tests.support.redis_fixture import RedisServer
@@ -143,6 +144,13 @@ async def test_a_record_that_is_none_is_refused_by_name_and_can_be_replaced(stor
         with pytest.raises(Internal, match="promote one anew"):
             await canary.look_at_store()
         assert await canary.promote("new", 1.0) is not None
+
+
+async def test_a_pool_of_the_longest_name_is_promoted(store: RedisSessionStore) -> None:
+    name, canary = "\N{EVERGREEN TREE}" * MAX_POOL_NAME_CHARS, Canary(store.promotions())
+    await Canary(store.promotions()).promote(name, 1.0)
+    await canary.look_at_store()
+    assert canary.promotion == Promotion(name, 0.01, 1.0, PromotionStatus.RUNNING)
 
 
 async def test_a_record_that_is_none_is_told_once_and_what_follows_it_is_followed(

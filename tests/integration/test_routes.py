@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from coordinator.routing.classes import MAX_CLASSES
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, Service, read_rest, request, start_service
@@ -171,6 +172,17 @@ async def test_a_kind_of_prompt_is_its_class_where_the_request_has_no_label() ->
         coordinator = await rig.coordinator(routes=True)
         await ask(coordinator, PROMPT)
         assert set((await routes_of(coordinator))["a"]) == {"prose/rejection/greedy"}
+
+
+async def test_labels_beyond_the_limit_are_one_class_and_requests_without_one_keep_theirs() -> None:
+    async with Rig(drafts=0) as rig:
+        await add_drafts(rig, a=None, b=None)
+        coordinator = await rig.coordinator(routes=True)
+        for index in range(MAX_CLASSES + 20):
+            await ask(coordinator, task=f"task {index}", max_new_tokens=2)
+        await ask(coordinator, PROMPT, max_new_tokens=40)
+        names = {name.partition("/")[0] for name in (await routes_of(coordinator))["a"]}
+        assert names == {*(f"task {index}" for index in range(MAX_CLASSES)), "other", "prose"}
 
 
 async def test_a_promoted_pool_drafts_for_its_share_of_the_sessions_through_every_coordinator() -> None:

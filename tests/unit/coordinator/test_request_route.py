@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
+import numpy as np
 import pytest
 
 from coordinator.requests import Provenance
@@ -19,9 +21,10 @@ from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import expected_rounds
-from coordinator.routing.scoring import ScoreQueue, Span
-from specdec.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score
+from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, Span
+from specdec.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
+from tests.support.round_driver import make_round
 
 CLASS = "c"
 PROMPT, SPAN = 40, MAX_SCORED_TOKENS
@@ -156,3 +159,13 @@ async def test_of_the_pool_that_drafts_the_tokens_count_that_were_tested(coordin
     request.run(SPAN, num_accepted=1)  # and one refused; two were never looked at
     (figures,) = request.routes.figures("a")
     assert figures.alpha == pytest.approx(0.5)
+
+
+async def test_of_more_spans_than_may_wait_the_oldest_are_dropped(coordinator: Coordinator) -> None:
+    queue, ended = ScoreQueue(coordinator.pools), list[int]()
+    request = ScoreRequest(make_round([5]), np.array([5], np.uint32))
+    for index in range(MAX_WAITING + 8):
+        queue.put(Span(request, (1.0,), (), lambda pool, score: None, partial(ended.append, index)))
+    await queue.settle()
+    assert queue.num_dropped == 8
+    assert ended == list(range(8, MAX_WAITING + 8))
