@@ -60,9 +60,11 @@ class DraftKinds:
         self._routes = None if scores is None else Routes(pools, self._records, scores, canary, text_of)
 
     def figures(self, pool: str) -> DraftFigures:
-        """What requests have shown of a draft pool."""
-        record = self._records.get(pool)
-        return DraftFigures(None, None) if record is None else DraftFigures(record.measured_alpha, record.mean_gamma)
+        """What requests have shown of a draft pool: of routed ones what their classes did, scores among it."""
+        record, routed = self._records.get(pool), None if self._routes is None else self._routes.alpha(pool)
+        if record is None:
+            return DraftFigures(routed, None)
+        return DraftFigures(record.measured_alpha if routed is None else routed, record.mean_gamma)
 
     def route_figures(self, pool: str) -> list[RouteFigures]:
         """What is known of a draft pool for each class of requests; nothing where they are not routed."""

@@ -82,7 +82,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--route", default="none", choices=["auto", "none"],
         help="auto: of several draft models, each request gets the one that its kind of requests goes fastest with; "
-        "none: the first one by name, where it asks for none; default none",
+        "none: the first one given, where it asks for none; default none",
     )  # fmt: skip
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
