@@ -118,7 +118,8 @@ class _Rotary:
     @property
     def cosines(self) -> torch.Tensor:
         """[positions, head_dim]"""
-        return self._cos
+        cosines: torch.Tensor = self._cos
+        return cosines
 
     @property
     def sines(self) -> torch.Tensor:

@@ -19,7 +19,7 @@ from specdec.engine.heads.base import DraftHead, HeadTokens
 from specdec.engine.model.attention import PagedContext
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.feature_layer import FeatureLayer
-from specdec.engine.model.kv_cache import KvCache, LayerShape
+from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
 from specdec.types import BLOCK_TOKENS
 
 #: How a head without layers attends: not at all.
@@ -44,7 +44,7 @@ class PagedHead:
         """
         kinds = [kind for _, kind in head.kv_layers] or [_NO_ATTENTION]
         self.feature_layers = head.feature_layers
-        self.cached = cache.layers[first_layer : first_layer + 1 + len(head.kv_layers)]
+        self.cached: Sequence[LayerKv] = cache.layers[first_layer : first_layer + 1 + len(head.kv_layers)]
         self._head = head
         self._cache = cache
         self._features = cache.layers[first_layer]
