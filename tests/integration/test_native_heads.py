@@ -129,3 +129,16 @@ def test_steps_with_a_head_are_calls_into_the_kernels_alone(
             rig.worker.execute(plan)
         computing = set(asked.names) - {"empty", "slice", "clone", "detach", "view", "alias"}
         assert (not computing) == is_native, sorted(computing)
+
+
+def test_threads_change_no_bit_of_a_draft(target: Path, tmp_path: Path) -> None:
+    rig, tokens, drafts = Rig(target, tmp_path, "plain"), TOKENS[:30], []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            rig.full(tokens[:-1], 0)
+            drafts.append(rig.draft(tokens))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*drafts)
