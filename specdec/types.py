@@ -304,3 +304,7 @@ class EngineInfo:
     local_gammas: tuple[int, ...] = ()
     """Of each: most tokens that a draft can have, 0 for as many as are asked for. () where that is so of all, and of
     releases that do not tell."""
+    num_steps: int = 0
+    """That have ended since the process began."""
+    step_limit_s: float = 0.0
+    """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""
