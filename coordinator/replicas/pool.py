@@ -183,6 +183,15 @@ class ReplicaPools:
         live = {name for replica in self.targets() if replica.is_alive for name in _local_drafts(replica)}
         return tuple(name for name in self._local_pool_names if name in live)
 
+    def local_gamma(self, pool: str) -> int:
+        """Most draft tokens that every live target drafts in `pool`."""
+        told = [
+            dict(zip(replica.info.local_drafts, replica.info.local_gammas, strict=False)).get(pool, 0)
+            for replica in self.targets()
+            if replica.is_alive and replica.info
+        ]
+        return min([self.target_info.max_gamma, *(gamma for gamma in told if gamma)])
+
     def local_pool(self, pool: str) -> str:
         """The local drafts of a request routed to `pool`: those, or where it was routed to text the first there are;
         "" for none."""

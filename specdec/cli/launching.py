@@ -131,7 +131,7 @@ class Launcher:
             *own,
             *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
             *("--self-check", args.self_check, *self._limits(role), *self._common()),
-            *(word for kind in args.local_draft if role == "target" for word in ("--local-draft", kind)),
+            *(word for kind in self._served.local_drafts if role == "target" for word in ("--local-draft", kind)),
         ]
 
     def _limits(self, role: str) -> list[str]:

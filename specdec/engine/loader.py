@@ -136,7 +136,7 @@ def load_worker(
             loaded, directory, token_to_id, blocks, context, torch_device, layout,
             num_head_rows=loaded.get_output_embeddings().weight.shape[0], is_int8=is_int8,
         )  # fmt: skip
-        shape = replace(shape, local_drafts=drafting.names)
+        shape = replace(shape, local_drafts=drafting.names, local_gammas=drafting.gammas)
         _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
                   shape.max_context_tokens)  # fmt: skip
         library = _native_library(compiling, loaded)

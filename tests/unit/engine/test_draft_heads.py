@@ -80,7 +80,7 @@ def test_medusa_heads_give_what_the_paper_says_and_are_counted_by_their_tensors(
     expected = medusa_logits(model, tensors, TOKENS[:-1])[:, -1]
     drafted = HeadDrive(head, TOKENS, hidden_states(model, TOKENS[:-1]), 16).draft(3)
     torch.testing.assert_close(drafted.double(), expected, atol=1e-4, rtol=1e-4)
-    assert head.num_heads == 3
+    assert head.max_draft_tokens == 3
 
 
 def test_medusa_heads_in_vllms_form_are_the_same_heads(
