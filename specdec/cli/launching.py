@@ -74,6 +74,7 @@ class Launcher:
         arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
         arguments += ["--tenant", self._args.tenant]
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
+        arguments += ["--learning-log", self._args.learning_log] if self._args.learning_log else []
         arguments += ["--route", "auto"] if self._args.route == "auto" else []
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)

@@ -98,6 +98,10 @@ def add_parser(commands: Any) -> None:
         help="place replicas on the nodes of this Ray cluster: HOST:PORT, auto (the one this machine belongs to) or "
         "local (one started for this); needs the package ray",
     )  # fmt: skip
+    parser.add_argument(
+        "--learning-log", metavar="DIR", default="",
+        help="log what the target says there, users' texts included, for specdec distill; default: nothing is logged",
+    )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument(
         "--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"whose sessions these are; default {DEFAULT_TENANT}"

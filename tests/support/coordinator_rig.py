@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
@@ -254,6 +255,7 @@ class Rig:
         lookup: Sequence[str] = (),
         routes: bool = False,
         num_alive: int | None = None,
+        learning_log: LearningLog | None = None,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -264,6 +266,7 @@ class Rig:
             lookup: pools of drafts that it finds in text.
             routes: it routes requests among draft models.
             num_alive: services that it is to accept; None: all.
+            learning_log: where it logs what the target says; closed with it.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -295,6 +298,7 @@ class Rig:
             history=history,
             scores=scores,
             canary=canary,
+            learning_log=learning_log,
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES

@@ -1,0 +1,142 @@
+"""Trains one draft on one tenant's learning log, for a time that was given.
+
+The draft begins as it is served. What is logged meanwhile is taken in at the next pass. Not here: the loss
+(`distillation`), the file that becomes of it (`version`). Called by `specdec distill`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specdec.learning.distillation import acceptance, divergence, learned_logits
+from specdec.learning.samples import Row, Samples, batches_of
+
+#: Rates are for matrices of this width in all; wider drafts learn in smaller steps.
+_RATE_TIMES_WIDTH = 0.2
+
+_WARMUP_SHARE = 0.05
+_LAST_RATE_SHARE = 0.02
+_LARGEST_GRADIENT = 1.0
+
+#: Held-out tokens that are looked at before and after, at most.
+_MAX_HELD_OUT_TOKENS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """How a draft is trained."""
+
+    seconds: float
+    """After which no step begins."""
+    max_steps: int | None = None
+    """After which none follows, either."""
+    batch_tokens: int = 2048
+    learning_rate: float | None = None
+    """Of AdamW at its highest; None: by the model's width."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a draft makes of held-out tokens."""
+
+    kl_nats: float
+    """Mean KL(target || draft) a token."""
+    acceptance: float
+    """Expected share of its tokens that are accepted, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a training came to."""
+
+    before: Figures
+    after: Figures
+    num_steps: int
+    num_learned_tokens: int
+    """Different ones."""
+    num_held_out_tokens: int
+    seconds: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the draft agrees with the target more than before."""
+        return self.after.kl_nats < self.before.kl_nats
+
+
+def train(
+    model: torch.nn.Module,
+    samples: Samples,
+    plan: TrainingPlan,
+    on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, share: None,
+) -> Learned:
+    """Trains `model` in place.
+
+    Args:
+        model: a causal language model of Transformers, in float32.
+        samples: read on while it goes.
+        plan: of it.
+        on_step: told after each step how many there were, its KL, and which share of all is done.
+    """
+    began, num_steps, share = time.monotonic(), 0, 0.0
+    before_rows = _some(samples.held_out)
+    before = measure(model, before_rows, plan.batch_tokens)
+    dice = np.random.default_rng(plan.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    highest = plan.learning_rate or _RATE_TIMES_WIDTH / _width(model)
+    model.train()
+    while share < 1.0:
+        for batch in samples.batches(plan.batch_tokens, dice):
+            rate = highest * min(1.0, share / _WARMUP_SHARE + 0.01) * max(_LAST_RATE_SHARE, 1.0 - share)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss = divergence(learned_logits(model, batch), batch).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            num_steps += 1
+            share = (time.monotonic() - began) / plan.seconds
+            share = max(share, num_steps / plan.max_steps) if plan.max_steps else share
+            on_step(num_steps, loss.item(), min(share, 1.0))
+            if share >= 1.0:
+                break
+        else:
+            samples.read_on()
+    model.eval()
+    return Learned(
+        before,
+        measure(model, before_rows, plan.batch_tokens),
+        num_steps,
+        sum(len(row.entry_ids) for row in samples.learned),
+        sum(len(row.entry_ids) for row in before_rows),
+        time.monotonic() - began,
+    )
+
+
+@torch.inference_mode()
+def measure(model: torch.nn.Module, rows: Sequence[Row], batch_tokens: int) -> Figures:
+    """What a draft makes of `rows`, without learning from them."""
+    model.eval()
+    totals, count = np.zeros(2), 0
+    for batch in batches_of(rows, batch_tokens):
+        logits = learned_logits(model, batch)
+        totals += [divergence(logits, batch).sum().item(), acceptance(logits, batch).sum().item()]
+        count += len(batch.places)
+    return Figures(*(totals / max(count, 1)).tolist())
+
+
+def _some(rows: Sequence[Row]) -> list[Row]:
+    """Rows up to a number of tokens, one at least."""
+    ends = np.cumsum([len(row.entry_ids) for row in rows])
+    return list(rows[: max(1, int(np.searchsorted(ends, _MAX_HELD_OUT_TOKENS)))])
+
+
+def _width(model: torch.nn.Module) -> int:
+    """Of its embeddings."""
+    return int(model.get_input_embeddings().weight.shape[1])  # type: ignore[operator, union-attr]
