@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +125,7 @@ class _Refused(Exception):
     """Why a file is not believed."""
 
 
-def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[np.generic]]]:
+def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     from safetensors import safe_open
 
     try:
@@ -150,7 +151,7 @@ def _facts(metadata: dict[str, str]) -> LogFacts:
     return LogFacts(metadata.get("target_fingerprint", ""), metadata.get("vocabulary_fingerprint", ""), int(size))
 
 
-def _turns(tensors: dict[str, NDArray[np.generic]], vocabulary_size: int) -> list[LoggedTurn]:
+def _turns(tensors: dict[str, NDArray[Any]], vocabulary_size: int) -> list[LoggedTurn]:
     counts, starts = (tensors[name].astype(np.int64) for name in ("num_tokens", "starts"))
     num_known = counts - starts
     num_entries = tensors["num_entries"].astype(np.int64)
@@ -178,7 +179,7 @@ def _turns(tensors: dict[str, NDArray[np.generic]], vocabulary_size: int) -> lis
 
 
 def _divide(
-    tensors: dict[str, NDArray[np.generic]], counts: NDArray[np.int64], starts: NDArray[np.int64],
+    tensors: dict[str, NDArray[Any]], counts: NDArray[np.int64], starts: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> list[LoggedTurn]:  # fmt: skip
     tokens = [0, *np.cumsum(counts).tolist()]

@@ -301,3 +301,5 @@ class EngineInfo:
     """Sessions that call it: one is in work, or was within the last second."""
     local_drafts: tuple[str, ...] = ()
     """Of a target: names of what it can draft with by itself."""
+    shadow: bool = False
+    """Of a draft: scored, and used by those alone that name its pool or that it is promoted to."""

@@ -160,8 +160,13 @@ class ReplicaPools:
         return NotFound(words, reason="POOL_NOT_FOUND", field=field)
 
     def live_model_pools(self) -> list[str]:
-        """Names of the pools with a draft replica that can be used."""
+        """Names of the pools with a draft replica that can be used, shadows included."""
         return sorted({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
+
+    def open_model_pools(self) -> list[str]:
+        """Of those, the ones that a request gets that names none: no shadow, unless there is nothing else."""
+        live = [replica for replica in self._known(DRAFT) if replica.is_in_use]
+        return sorted({replica.pool for replica in live if not is_shadow(replica)}) or self.live_model_pools()
 
     @property
     def local_pools(self) -> tuple[str, ...]:
@@ -181,8 +186,8 @@ class ReplicaPools:
         any where text is looked into first."""
         if pool and pool not in self.lookup_pools:
             return pool
-        live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})
-        return next(iter(live or sorted(self._draft_pool_names)), "")
+        live = sorted({(is_shadow(replica), replica.pool) for replica in self._known(DRAFT) if replica.is_alive})
+        return next((name for _, name in live), next(iter(sorted(self._draft_pool_names)), ""))
 
     async def poll(self) -> None:
         """Looks at every replica once: connects new ones, revives and buries old ones.
@@ -278,6 +283,11 @@ class ReplicaPools:
             if replica.role == DRAFT:
                 self._draft_pool_names.add(replica.pool)
             self._local_pool_names |= dict.fromkeys(_local_drafts(replica))
+
+
+def is_shadow(replica: DraftReplica) -> bool:
+    """Whether requests get a replica's pool by name or promotion alone."""
+    return replica.info is not None and replica.info.shadow
 
 
 def _local_drafts(replica: Replica[Any]) -> tuple[str, ...]:

@@ -41,6 +41,11 @@ class Acceptance:
             self._accepted[position] += num_accepted
 
     @property
+    def num_tested(self) -> float:
+        """Tokens that the record is of."""
+        return sum(self._tested)
+
+    @property
     def measured(self) -> float | None:
         """Accepted share of tested tokens; None before the first."""
         num_tested = sum(self._tested)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.cli.join import join
+from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
@@ -21,10 +24,11 @@ from specdec.tenant import DEFAULT_TENANT, check_tenant
 _LOWEST_PRIORITY = 19
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser(
         "distill", help="train a draft on what the target said (see --learning-log)", allow_abbrev=False
     )
+    add_endpoint_flag(parser, environ)
     parser.add_argument("--log", type=Path, required=True, metavar="DIR", help="the coordinators' --learning-log")
     parser.add_argument("--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"default {DEFAULT_TENANT}")
     parser.add_argument("--draft", required=True, metavar="PATH_OR_HUB_ID", help="draft model to begin with")
@@ -38,6 +42,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--learning-rate", type=float, metavar="RATE", help="of AdamW; default 0.2 over the model's width"
     )
+    parser.add_argument("--join", default="", metavar="POOL", help="then have it join the specdec up at --endpoint")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if not learned.is_better:
         raise InvalidRequest(f"the draft did not get better, so nothing is written: {told}", field="draft")
-    print(f"{args.out}: {told}")
-    return 0
+    print(f"{args.out}: {told}", flush=True)
+    return join(args.endpoint, args.join, str(args.out)) if args.join else 0
 
 
 def _check(args: argparse.Namespace) -> None:

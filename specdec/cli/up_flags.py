@@ -32,7 +32,7 @@ UTILIZATION_ALONE = 0.9
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 #: Values of `--draft` that name no model.
-_LOOKUPS = ("ngram", "suffix")
+LOOKUPS = ("ngram", "suffix")
 
 
 class Usage(Exception):
@@ -55,7 +55,7 @@ class _Draft(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
     ) -> None:
-        if given in _LOOKUPS:
+        if given in LOOKUPS:
             namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
         elif is_local_draft(given):
             namespace.local_draft = (*namespace.local_draft, given)
@@ -215,7 +215,7 @@ def models(args: argparse.Namespace) -> Models:
     target = args.target or str(demo / "target")
     drafts: tuple[DraftPool, ...] = ()
     if num_drafts(args):
-        drafts = _pools_given(args) or draft_pools([str(demo / "draft")], _LOOKUPS)
+        drafts = _pools_given(args) or draft_pools([str(demo / "draft")], LOOKUPS)
     if args.ray_address:  # a relative path is another one on another machine
         target, drafts = _elsewhere(target), tuple(replace(pool, model=_elsewhere(pool.model)) for pool in drafts)
     return Models(target, drafts)
@@ -227,7 +227,7 @@ def _elsewhere(model: str) -> str:
 
 def _pools_given(args: argparse.Namespace) -> tuple[DraftPool, ...]:
     try:
-        return draft_pools(args.draft, _LOOKUPS)
+        return draft_pools(args.draft, LOOKUPS)
     except ValueError as error:
         raise Usage(f"--draft: {error}") from None
 

@@ -18,7 +18,8 @@ _LEAST_REST = 1e-6
 def learned_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """The draft's logits at the places that are learned, one forward pass.  [M, V] float32"""
     logits = model(input_ids=torch.from_numpy(batch.token_ids), use_cache=False).logits  # [B, T, V]
-    return logits.flatten(0, 1)[torch.from_numpy(batch.places)].float()
+    learned: torch.Tensor = logits.flatten(0, 1)[torch.from_numpy(batch.places)].float()
+    return learned
 
 
 def divergence(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

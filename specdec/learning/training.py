@@ -139,4 +139,4 @@ def _some(rows: Sequence[Row]) -> list[Row]:
 
 def _width(model: torch.nn.Module) -> int:
     """Of its embeddings."""
-    return int(model.get_input_embeddings().weight.shape[1])  # type: ignore[operator, union-attr]
+    return int(model.get_input_embeddings().weight.shape[1])  # type: ignore[operator]

@@ -67,7 +67,8 @@ def write_version(model: PreTrainedModel, parent: str, out: Path, provenance: Ma
     source = locate_checkpoint(parent)
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        model.to(_dtype_of(source)).save_pretrained(made)
+        torch.nn.Module.to(model, _dtype_of(source))
+        model.save_pretrained(made)
         for path in source.iterdir():
             if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS) and path.name != PROVENANCE:
                 shutil.copy(path, made)
