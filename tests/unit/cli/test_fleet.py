@@ -54,6 +54,12 @@ class Launcher:
         self.num_alike[name] = num_alike
         return Child(name, "some_service", [], self._environ)
 
+    def join(self, name: str, model: str) -> str:
+        if name == "taken":
+            raise InvalidRequest("taken")
+        self.roles = (*self.roles, f"draft-{name}")
+        return f"draft-{name}"
+
     def require_room(self, added: Mapping[str, int]) -> None:
         if sum(added.values()) > self.room:
             raise ResourceExhausted("no room")
