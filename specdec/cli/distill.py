@@ -38,6 +38,10 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     )
     parser.add_argument("--minutes", type=float, default=20.0, metavar="N", help="of training; default 20")
     parser.add_argument("--max-steps", type=int, metavar="N", help="that it takes at most; default: as time allows")
+    parser.add_argument(
+        "--share", type=float, default=0.4, metavar="SHARE",
+        help="of the time that it computes, for the sake of what is served beside it; default 0.4",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument(
         "--learning-rate", type=float, metavar="RATE", help="of AdamW; default 0.2 over the model's width"
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         from specdec.learning.distill import Distillation, distill
         from specdec.learning.training import TrainingPlan
 
-        plan = TrainingPlan(60.0 * args.minutes, args.max_steps, learning_rate=args.learning_rate)
+        plan = TrainingPlan(60.0 * args.minutes, args.max_steps, args.share, learning_rate=args.learning_rate)
         asked = Distillation(args.log, args.tenant, args.draft, args.out, args.target, plan)
         learned = distill(
             asked,
@@ -86,6 +90,8 @@ def _check(args: argparse.Namespace) -> None:
         check_tenant(args.tenant, field="--tenant")
     except InvalidRequest as error:
         raise Usage(error.message) from None
+    if not 0.0 < args.share <= 1.0:
+        raise Usage("--share must be above 0 and at most 1")
     if not 0.0 < args.minutes <= 10_000.0:
         raise Usage("--minutes must be above 0 and at most 10000")
     for flag, number in (("--threads", args.threads), ("--max-steps", args.max_steps)):

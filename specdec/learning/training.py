@@ -35,6 +35,8 @@ class TrainingPlan:
     """After which no step begins."""
     max_steps: int | None = None
     """After which none follows, either."""
+    share: float = 1.0
+    """Of the time that it computes; the rest is left to others, a step at a time. Above 0."""
     batch_tokens: int = 2048
     learning_rate: float | None = None
     """Of AdamW at its highest; None: by the model's width."""
@@ -95,12 +97,14 @@ def train(
             rate = highest * min(1.0, share / _WARMUP_SHARE + 0.01) * max(_LAST_RATE_SHARE, 1.0 - share)
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            step_began = time.monotonic()
             loss = divergence(learned_logits(model, batch), batch).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             num_steps += 1
+            time.sleep((time.monotonic() - step_began) * (1.0 / plan.share - 1.0))
             share = (time.monotonic() - began) / plan.seconds
             share = max(share, num_steps / plan.max_steps) if plan.max_steps else share
             on_step(num_steps, loss.item(), min(share, 1.0))

@@ -54,7 +54,7 @@ def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(end
 
     made = folder / "new"
     distilled = specdec("distill", "--log", str(folder / "log"), "--draft", str(folder / "draft"), "--out", str(made),
-                        "--max-steps", "40", "--learning-rate", "2e-3", "--join", "a-new",
+                        "--max-steps", "40", "--share", "1", "--learning-rate", "2e-3", "--join", "a-new",
                         "--endpoint", endpoint)  # fmt: skip
     assert distilled.returncode == 0, distilled.stderr
     told, joined = distilled.stdout.splitlines()
