@@ -134,7 +134,9 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
             if set(file.keys()) != set(_DTYPES):
                 raise _Refused("other arrays are in it")
             tensors = {name: file.get_tensor(name) for name in _DTYPES}
-    except (SafetensorError, ValueError, TypeError, KeyError, MemoryError) as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, MemoryError) as error:
         raise _Refused(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from None
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or tensor.dtype != _DTYPES[name]:

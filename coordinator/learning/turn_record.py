@@ -21,8 +21,8 @@ from specdec.types import WEIGHT_TOTAL, Support, TokenIds, Verification
 #: Rounds that are handed over together.
 ROUNDS_A_PIECE = 16
 
-#: Of an array of a token, beside what is in it.
-BYTES_A_TOKEN = 128
+#: Of a token's two arrays, beside what is in them.
+BYTES_A_TOKEN = 256
 
 #: Tokens before the turn's output that are kept with it.
 MAX_CONTEXT_TOKENS = 2048
@@ -58,6 +58,7 @@ class TurnRecord:
         self._rounds: list[SaidRound] = []
         self._is_whole = True
         """No round was dropped."""
+        self._num_bytes = 0
         self._num_entries: list[int] = []
         self._ids: list[TokenIds] = []
         self._weights: list[NDArray[np.uint32]] = []
@@ -91,7 +92,8 @@ class TurnRecord:
                 self._num_entries.append(len(ids))
                 self._ids.append(ids)
                 self._weights.append(weights)
-        if not self._log.hold(self, sum(ids.nbytes + BYTES_A_TOKEN for ids in self._ids) * 2):
+                self._num_bytes += ids.nbytes + weights.nbytes + BYTES_A_TOKEN
+        if not self._log.hold(self, self._num_bytes):
             self._is_whole = False
             self._num_entries, self._ids, self._weights = [], [], []
 

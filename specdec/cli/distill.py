@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         asked = Distillation(args.log, args.tenant, args.draft, args.out, args.target, plan)
         learned = distill(
             asked,
-            lambda num_steps, kl_nats, share: waiting.show(f"{share:.0%}, step {num_steps}, KL {kl_nats:.3f} nats"),
+            lambda num_steps, kl_nats, done: waiting.show(f"{done:.0%}, step {num_steps}, KL {kl_nats:.3f} nats"),
         )
     before, after = learned.before, learned.after
     told = (

@@ -37,7 +37,7 @@ class Distillation:
 
 
 def distill(
-    asked: Distillation, on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, share: None
+    asked: Distillation, on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, done: None
 ) -> Learned:
     """Trains, and writes the new version where it is better on held-out sessions than the old one.
 

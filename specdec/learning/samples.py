@@ -10,14 +10,13 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.errors import InvalidRequest, VocabularyMismatch
 from specdec.learning_log import SUFFIX, LogFacts, LoggedTurn, read_segment, tenant_folder
-from specdec.types import WEIGHT_TOTAL
+from specdec.types import WEIGHT_TOTAL, TokenIds
 
 #: Tokens of a row, and of those at its end whose distributions are learned: the others are what came before.
 ROW_TOKENS = 512
@@ -29,15 +28,22 @@ HELD_OUT_OF = 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens and, of the last of them, the target's distributions."""
+    """Tokens and, of the last M of them, the target's distributions, as they were logged."""
 
-    token_ids: NDArray[np.int64]
+    token_ids: TokenIds
     """[N], N at most `ROW_TOKENS`."""
     temperature: float
-    entry_ids: NDArray[np.int64]
-    """[M, K]: of the last M tokens; 0 where a distribution has fewer entries."""
-    shares: NDArray[np.float32]
-    """[M, K], beside those; 0 likewise."""
+    num_entries: NDArray[np.uint8]
+    """[M]"""
+    entry_ids: TokenIds
+    """[sum of num_entries]"""
+    entry_weights: NDArray[np.uint32]
+    """Beside the ids."""
+
+    @property
+    def num_learned(self) -> int:
+        """M"""
+        return len(self.num_entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,36 +153,35 @@ def batches_of(rows: Sequence[Row], batch_tokens: int) -> Iterator[Batch]:
 
 
 def _rows(turn: LoggedTurn) -> Iterator[Row]:
-    ends = np.cumsum(turn.num_entries, dtype=np.int64)
-    for first in range(0, len(ends), LEARNED_TOKENS):
-        counts = turn.num_entries[first : first + LEARNED_TOKENS].astype(np.int64)
-        end = turn.start + first + len(counts)
-        entries = slice(int(ends[first] - counts[0]), int(ends[first + len(counts) - 1]))
-        shape = (len(counts), int(counts.max(initial=1)))
-        is_there = np.arange(shape[1]) < counts[:, None]  # [M, K]
-        entry_ids, shares = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-        entry_ids[is_there] = turn.entry_ids[entries]
-        shares[is_there] = turn.entry_weights[entries] / WEIGHT_TOTAL
-        tokens = turn.token_ids[max(0, end - ROW_TOKENS) : end].astype(np.int64)
-        yield Row(tokens, turn.temperature, entry_ids, shares)
+    ends = np.concatenate([[0], np.cumsum(turn.num_entries, dtype=np.int64)]).tolist()
+    for first in range(0, len(turn.num_entries), LEARNED_TOKENS):
+        last = min(first + LEARNED_TOKENS, len(turn.num_entries))
+        end = turn.start + last
+        yield Row(
+            turn.token_ids[max(0, end - ROW_TOKENS) : end],
+            turn.temperature,
+            turn.num_entries[first:last],
+            turn.entry_ids[ends[first] : ends[last]],
+            turn.entry_weights[ends[first] : ends[last]],
+        )
 
 
 def _batch(rows: Sequence[Row]) -> Batch:
     width = max(len(row.token_ids) for row in rows)
-    num_entries = max(row.entry_ids.shape[1] for row in rows)
     token_ids = np.zeros((len(rows), width), np.int64)
     for index, row in enumerate(rows):
         token_ids[index, : len(row.token_ids)] = row.token_ids
     ends = [index * width + len(row.token_ids) for index, row in enumerate(rows)]
-    learned = [len(row.entry_ids) for row in rows]
-
-    def filled_up(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate([np.pad(part, ((0, 0), (0, num_entries - part.shape[1]))) for part in parts])
-
+    learned = [row.num_learned for row in rows]
+    counts = np.concatenate([row.num_entries for row in rows]).astype(np.int64)
+    is_there = np.arange(max(1, counts.max())) < counts[:, None]  # [M, K]
+    entry_ids, shares = np.zeros(is_there.shape, np.int64), np.zeros(is_there.shape, np.float32)
+    entry_ids[is_there] = np.concatenate([row.entry_ids for row in rows])
+    shares[is_there] = np.concatenate([row.entry_weights for row in rows]) / WEIGHT_TOTAL
     return Batch(
         token_ids=token_ids,
         places=np.concatenate([np.arange(end - count, end) - 1 for end, count in zip(ends, learned, strict=True)]),
         temperatures=np.repeat(np.array([row.temperature for row in rows], np.float32), learned),
-        entry_ids=filled_up([row.entry_ids for row in rows]),
-        shares=filled_up([row.shares for row in rows]),
+        entry_ids=entry_ids,
+        shares=shares,
     )

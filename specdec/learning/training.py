@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from specdec.learning.distillation import acceptance, divergence, learned_logits
-from specdec.learning.samples import Row, Samples, batches_of
+from specdec.learning.samples import Batch, Row, Samples, batches_of
 
 #: Rates are for matrices of this width in all; wider drafts learn in smaller steps.
 _RATE_TIMES_WIDTH = 0.2
@@ -75,7 +75,7 @@ def train(
     model: torch.nn.Module,
     samples: Samples,
     plan: TrainingPlan,
-    on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, share: None,
+    on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, done: None,
 ) -> Learned:
     """Trains `model` in place.
 
@@ -83,44 +83,49 @@ def train(
         model: a causal language model of Transformers, in float32.
         samples: read on while it goes.
         plan: of it.
-        on_step: told after each step how many there were, its KL, and which share of all is done.
+        on_step: told after each step how many there were, its KL, and how much is done, 0..1.
     """
-    began, num_steps, share = time.monotonic(), 0, 0.0
-    before_rows = _some(samples.held_out)
-    before = measure(model, before_rows, plan.batch_tokens)
+    began, num_steps, done = time.monotonic(), 0, 0.0
+    held_out = _some(samples.held_out)
+    before = measure(model, held_out, plan.batch_tokens)
     dice = np.random.default_rng(plan.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     highest = plan.learning_rate or _RATE_TIMES_WIDTH / _width(model)
     model.train()
-    while share < 1.0:
+    while done < 1.0:
         for batch in samples.batches(plan.batch_tokens, dice):
-            rate = highest * min(1.0, share / _WARMUP_SHARE + 0.01) * max(_LAST_RATE_SHARE, 1.0 - share)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
             step_began = time.monotonic()
-            loss = divergence(learned_logits(model, batch), batch).mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            rate = highest * min(1.0, done / _WARMUP_SHARE + 0.01) * max(_LAST_RATE_SHARE, 1.0 - done)
+            kl_nats = _step(model, optimizer, batch, rate)
             num_steps += 1
             time.sleep((time.monotonic() - step_began) * (1.0 / plan.share - 1.0))
-            share = (time.monotonic() - began) / plan.seconds
-            share = max(share, num_steps / plan.max_steps) if plan.max_steps else share
-            on_step(num_steps, loss.item(), min(share, 1.0))
-            if share >= 1.0:
+            done = (time.monotonic() - began) / plan.seconds
+            done = min(1.0, max(done, num_steps / plan.max_steps) if plan.max_steps else done)
+            on_step(num_steps, kl_nats, done)
+            if done >= 1.0:
                 break
         else:
             samples.read_on()
-    model.eval()
     return Learned(
         before,
-        measure(model, before_rows, plan.batch_tokens),
+        measure(model, held_out, plan.batch_tokens),
         num_steps,
-        sum(len(row.entry_ids) for row in samples.learned),
-        sum(len(row.entry_ids) for row in before_rows),
+        sum(row.num_learned for row in samples.learned),
+        sum(row.num_learned for row in held_out),
         time.monotonic() - began,
     )
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, rate: float) -> float:
+    """One step at a learning rate; the KL before it, in nats a token."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss = divergence(learned_logits(model, batch), batch).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
 
 
 @torch.inference_mode()
@@ -137,7 +142,7 @@ def measure(model: torch.nn.Module, rows: Sequence[Row], batch_tokens: int) -> F
 
 def _some(rows: Sequence[Row]) -> list[Row]:
     """Rows up to a number of tokens, one at least."""
-    ends = np.cumsum([len(row.entry_ids) for row in rows])
+    ends = np.cumsum([row.num_learned for row in rows])
     return list(rows[: max(1, int(np.searchsorted(ends, _MAX_HELD_OUT_TOKENS)))])
 
 

@@ -88,8 +88,8 @@ def test_a_long_turn_becomes_rows_that_begin_where_the_one_before_ended(tmp_path
     samples = Samples(tmp_path, "default", "words")
     assert [row.token_ids.tolist() for row in samples.held_out] == [[0, 1, 2, 3, 4, 5]]
     long = np.arange(1500) % 40
-    assert sum(len(row.entry_ids) for row in samples.learned) == 1400
-    assert np.concatenate([row.entry_ids[:, 0] for row in samples.learned]).tolist() == long[100:].tolist()
+    assert sum(row.num_learned for row in samples.learned) == 1400
+    assert np.concatenate([row.entry_ids for row in samples.learned]).tolist() == long[100:].tolist()
     assert max(len(row.token_ids) for row in samples.learned) == 512
     for batch in samples.batches(1024, np.random.default_rng(0)):
         following = batch.token_ids.reshape(-1)[batch.places + 1]

@@ -125,6 +125,16 @@ def test_replicas_that_are_added_have_names_of_their_own_and_are_waited_for(
     assert launcher.num_alike == {"target-0": 1, "draft-0": 1, "target-1": 3, "target-2": 3, "draft-1": 2}
 
 
+def test_a_further_draft_model_gets_one_replica_and_a_refused_one_nothing(fleet: Fleet, clock: Clock) -> None:
+    joining = fleet.join("new", "/m")
+    look_until(fleet, joining.ended.is_set)
+    assert (joining.failure, joining.counts) == ("", {"target": 1, "draft": 1, "draft-new": 1})
+    assert sorted(names(fleet)) == ["coordinator", "draft-0", "draft-new-0", "target-0"]
+    with pytest.raises(InvalidRequest):
+        fleet.join("taken", "/m")
+    assert reach(fleet, clock, target=2).counts == {"target": 2, "draft": 1, "draft-new": 1}
+
+
 def test_the_oldest_leave_and_a_later_one_may_have_their_name(fleet: Fleet, clock: Clock) -> None:
     reach(fleet, clock, target=3)
     assert reach(fleet, clock, target=1).counts == {"target": 1, "draft": 1}
