@@ -24,7 +24,7 @@ from specdec.errors import InvalidRequest
 from specdec.learning_log import SUFFIX, LogFacts, LoggedTurn, encode_segment, tenant_folder
 
 #: Pieces that wait for the thread, and bytes of turns that are not written yet; one more is dropped.
-MAX_WAITING = 1024
+MAX_WAITING = 256
 MAX_HELD_BYTES = 64 << 20
 
 #: A segment is written when it has so many bytes, or its first turn has waited so long.

@@ -82,8 +82,8 @@ class TurnRecord:
 
     def _hand_over(self) -> None:
         rounds, self._rounds = self._rounds, []
-        if rounds and self._is_whole:
-            self._is_whole = self._log.put(partial(self._log_rounds, rounds))
+        if rounds and self._is_whole and not self._log.put(partial(self._log_rounds, rounds)):
+            self._is_whole = False  # and never true again, whoever found out
 
     def _log_rounds(self, rounds: Sequence[SaidRound]) -> None:
         for supports, verification, num_tokens in rounds:
@@ -99,7 +99,7 @@ class TurnRecord:
 
     def _log_turn(self, token_ids: TokenIds, start: int) -> None:
         num_known = len(token_ids) - start
-        if not self._is_whole:
+        if not self._is_whole or len(self._num_entries) < num_known:
             self._log.drop(num_known)
             return
         turn = LoggedTurn(
@@ -119,15 +119,15 @@ def _entries(
 ) -> tuple[TokenIds, NDArray[np.uint32]]:
     """The likeliest entries of the target's distribution at one position of a round, as far as it was told."""
     if not verification.rows:
-        share = float(verification.choice_probabilities[index])
+        share = min(1.0, float(verification.choice_probabilities[index]))
         ids, weights = verification.choice_token_ids[index : index + 1], np.array([share * WEIGHT_TOTAL])
     else:
         row = verification.rows[index]
-        tail = [row.tail_token_id] if row.tail_probability > 0.0 else []
-        of_tail = min(row.tail_probability * WEIGHT_TOTAL, float(row.weights[-1]))  # rounding is the rest's
-        of_draft = supports[index].token_ids if index < len(supports) else np.empty(0, np.uint32)
-        ids = np.append(of_draft, np.array(tail, np.uint32))
-        weights = np.append(row.weights[:-1].astype(np.float64), [of_tail] if tail else [])
+        ids = supports[index].token_ids if index < len(supports) else np.empty(0, np.uint32)
+        weights = row.weights[:-1].astype(np.float64)
+        if row.tail_probability > 0.0 and row.tail_token_id not in ids:
+            of_tail = min(row.tail_probability * WEIGHT_TOTAL, float(row.weights[-1]))  # rounding is the rest's
+            ids, weights = np.append(ids, np.uint32(row.tail_token_id)), np.append(weights, of_tail)
     exact = np.floor(weights).astype(np.uint32)
     kept = np.argsort(exact, kind="stable")[::-1][:MAX_ENTRIES]
     kept = kept[exact[kept] > 0]
