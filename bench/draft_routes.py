@@ -1,8 +1,9 @@
 """Rows 36 and 37 of suite `drafts`: requests routed among drafts, and what scores foretell of a draft.
 
 Row 36: triples of a request for code, one for prose and one whose text repeats its prompt, greedy, one stream, all in
-one `specdec up --route auto` with the code draft, the prose draft and `suffix`: routed, and by each pool by name; the
-oracle gives each of the three the pool that was fastest with its kind. Row 37: six drafts, the demo's with noise of six
+one `specdec up --route auto` with the code draft, the prose draft and `ngram`: routed, and by each pool by name; the
+oracle gives each of the three the pool that was fastest with its kind. Not `suffix`, which also looks into what other
+sessions were told: here that is the same text, by another system. Row 37: six drafts, the demo's with noise of six
 strengths in its weights. Texts drafted by the demo's own are scored; then each of the six drafts the same prompts. Not
 here: the drafts' training (`models/demo`). Called by `drafts`.
 """
@@ -25,7 +26,7 @@ from bench.system import RunningSystem, SystemRun, acceptance
 from bench.workload import prompt_token_ids
 
 KINDS = ("code", "prose", "repeating")
-POOLS = ("code", "prose", "suffix")
+POOLS = ("code", "prose", "ngram")
 AUTO = "route_auto"
 NUM_NEW_TOKENS = 128
 NUM_WARM_TRIPLES = 3
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace, suite: str) -> list[Row]:
 def _routes(row: partial, quick: bool) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
-        drafts = [f"code={DEMO / 'draft'}", f"prose={DEMO / 'prose'}", "suffix"]
+        drafts = [f"code={DEMO / 'draft'}", f"prose={DEMO / 'prose'}", "ngram"]
         with RunningSystem(target_dir, None, drafts=drafts, flags=("--route", "auto")) as system:
             triples = _triples(system, target_dir, NUM_WARM_TRIPLES + (3 if quick else 12))
             systems = {pool: partial(_run, system, pool) for pool in POOLS} | {AUTO: partial(_run, system, "")}

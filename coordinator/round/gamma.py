@@ -31,6 +31,10 @@ MOST_TOKENS_PER_PROBE = 100
 #: only the second round shows what drafting takes; more follow while they show less than half of what is remembered.
 ROUNDS_PER_PROBE = 6
 
+#: Draft tokens that a request still has room for when it begins a probe for all: its first round says nothing of times,
+#: and a round of a probe makes up to two tokens.
+LEAST_LIMIT_TO_PROBE = 3
+
 #: A step is never believed to have been larger: what a target says of itself is arithmetic here, and never checked.
 MOST_STEP_TOKENS = 1 << 16
 
@@ -291,7 +295,7 @@ class GammaChooser:
         if not self._probes_left:
             self._end_probe()
             tokens = self._tokens_per_probe()
-            if self._pool.tokens_since_draft >= tokens and limit >= ROUNDS_PER_PROBE:
+            if self._pool.tokens_since_draft >= tokens and limit >= LEAST_LIMIT_TO_PROBE:
                 self._pool.tokens_since_draft = 0
                 self._is_probing = True
                 self._probes_left = ROUNDS_PER_PROBE

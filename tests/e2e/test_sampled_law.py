@@ -135,6 +135,8 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
     """Chi-square of the counts against the law; outcomes expected fewer than 5 times are pooled."""
     if set(counts) - set(law):
         return 0.0
+    if len(law) == 1:
+        return 1.0
     num_samples = counts.total()
     common = [outcome for outcome, mass in law.items() if mass * num_samples >= 5]
     observed = [counts[outcome] for outcome in common]

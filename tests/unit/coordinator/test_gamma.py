@@ -5,7 +5,8 @@ Times are what a formula says, so no test looks at a clock; tokens are counted a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,16 +58,25 @@ def draw(generator: np.random.Generator, alpha: float, gamma: int) -> int:
 
 
 def play(
-    choosers: list[GammaChooser], world: World, alphas: Iterator[float] | list[float], *, seed: int = 1
+    choosers: list[GammaChooser],
+    world: World,
+    alphas: Iterable[float],
+    *,
+    num_tokens: int = 10_000,
+    seed: int = 1,
 ) -> Iterator[tuple[float, list[int]]]:
     """Rounds of all sessions as one batch, one for each alpha: yields alpha and the gammas chosen.
 
-    A draft runs first what it has not seen of its session, 64 tokens a step.
+    They end once all sessions have `num_tokens` new tokens. A draft runs first what it has not seen of its session, 64
+    tokens a step.
     """
     generator = np.random.default_rng(seed)
     lengths, drafted_lengths = [PROMPT_TOKENS] * len(choosers), [0] * len(choosers)
     for alpha in alphas:
-        gammas = [chooser.choose(100) for chooser in choosers]
+        left = [PROMPT_TOKENS + num_tokens - length for length in lengths]
+        if max(left) <= 0:
+            return
+        gammas = [chooser.choose(max(0, num_left - 1)) for chooser, num_left in zip(choosers, left, strict=True)]
         rows = sum(gammas) + len(gammas)
         for index, (chooser, gamma) in enumerate(zip(choosers, gammas, strict=True)):
             forward_s = world.verify_s + rows * world.row_s
@@ -233,15 +243,19 @@ def test_a_slow_draft_that_recovers_is_used_again_within_a_few_probes() -> None:
     assert min(chosen(chooser, World(), 0.9, 3 * MOST_TOKENS_PER_PROBE)[-50:]) >= 3
 
 
-@pytest.mark.parametrize("num_tokens", [12, 40, 150])
+@pytest.mark.parametrize("num_tokens", [4, 5, 6, 12, 40, 150])
 def test_after_a_slow_spell_requests_of_any_length_draft_again_within_a_few_hundred_tokens(num_tokens: int) -> None:
+    def request(pool: PoolRecord, seed: int) -> list[int]:
+        rounds = play([one(pool)], World(), itertools.repeat(0.9), num_tokens=num_tokens, seed=seed)
+        return [gammas[0] for _, gammas in rounds]
+
     pool = PoolRecord()
     chosen(one(pool), World(), 0.9, 100)
     chosen(one(pool), World(draft_step_s=0.2), 0.9, 200)
     assert one(pool).choose(100) == 0
-    for _ in range(-(-3 * MOST_TOKENS_PER_PROBE // num_tokens)):
-        late = chosen(one(pool), World(), 0.9, num_tokens)
-    assert np.mean(late) >= 3
+    for seed in range(-(-3 * MOST_TOKENS_PER_PROBE // num_tokens)):
+        request(pool, seed)
+    assert request(pool, 0)[0] == min(MAX_GAMMA, num_tokens - 1)
 
 
 def test_sessions_without_a_draft_probe_for_one_another() -> None:
