@@ -62,7 +62,10 @@ def _await_score(client: Client, name: str) -> None:
             scores = {route.request_class: route for route in pools[name].routes}
             in_use = [route for pool in pools.values() for route in pool.routes if route.is_chosen]
             pairs = [(scores[route.request_class], route) for route in in_use if route.request_class in scores]
-            known = [pair for pair in pairs if all(route.num_tested >= MIN_TESTED for route in pair)]
+            # A pool that drafts hardly at all, because it does not pay, is never known better than this.
+            known = [
+                (own, theirs) for own, theirs in pairs if own.num_tested >= MIN_TESTED and theirs.alpha is not None
+            ]
             for own, theirs in known:
                 if (own.alpha or 0.0) < (theirs.alpha or 0.0):
                     words = (

@@ -61,7 +61,7 @@ def test_a_pool_is_promoted_on_its_score_in_every_class_that_is_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     servicer, environ = coordinator(answer)
-    old = pool("old", is_chosen=True, code=(0.6, 500), prose=(0.5, 500))
+    old = pool("old", is_chosen=True, code=(0.6, 50), prose=(0.5, 500))
     servicer.served = pb.GetInfoResponse(pools=[old, pool("new", is_chosen=False, **scores)])
     assert run(["promote", "new", "--on-score"], environ) == exit_code
     assert said in "".join(capsys.readouterr())
