@@ -303,3 +303,7 @@ class EngineInfo:
     """Of a target: names of what it can draft with by itself."""
     shadow: bool = False
     """Of a draft: scored, and used by those alone that name its pool or that it is promoted to."""
+    num_steps: int = 0
+    """That have ended since the process began."""
+    step_limit_s: float = 0.0
+    """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""

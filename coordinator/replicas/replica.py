@@ -39,6 +39,8 @@ class Replica(Generic[LinkT]):
         self.info: EngineInfo | None = None
         self.is_alive = False
         self.lateness = Lateness()
+        self._stood_still = False
+        """Whether what it missed last was no deadline, but all bounds while it said that it is well."""
         self._new_sessions = 0
         self._complaint = ""
         """What was last logged against it since it last fitted."""
@@ -93,6 +95,12 @@ class Replica(Generic[LinkT]):
             _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._complaint)
         self.is_alive = False
 
+    def stand_still(self, error: SpecdecError) -> None:
+        """Takes the replica out of use though it says what it is: for longer each time, until it answers a call."""
+        self._stood_still = True
+        self.lateness.note_stood_still()
+        self.fail(error)
+
     def refuse(self, error: SpecdecError) -> None:
         """Leaves the replica out until it describes itself as one that fits; says so once, not at every poll."""
         self.is_alive = False
@@ -133,7 +141,9 @@ class Replica(Generic[LinkT]):
             )
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
-            self.lateness.forgive()
+            self._stood_still = self._stood_still and self.lateness.is_marked and info.incarnation == self.incarnation
+            if not self._stood_still:
+                self.lateness.forgive()
         if self.info is not None and info.model_fingerprint != self.model:
             _log.warning(
                 "%s replica %s serves model %s now, %s before",

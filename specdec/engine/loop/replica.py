@@ -112,6 +112,8 @@ class ReplicaEngine:
             device=self._shape.device,
             local_drafts=self._shape.local_drafts,
             shadow=self._options.shadow,
+            num_steps=load.num_steps,
+            step_limit_s=load.step_limit_s,
         )
 
     @property
