@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.cli.__main__ import run
 from specdec.client import Client
 from tests.support.tiny_models import build_tiny_pair
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec, start_up
@@ -80,9 +81,12 @@ def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(end
         ("other={folder}/none", "is no directory on this machine"),
     ],
 )
-def test_a_draft_that_cannot_join_is_one_line(endpoint: str, folder: Path, given: str, words: str) -> None:
-    refused = specdec("join", given.format(folder=folder), "--endpoint", endpoint)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    last = refused.stderr.splitlines()[-1]
+def test_a_draft_that_cannot_join_is_one_line(
+    endpoint: str, folder: Path, given: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["join", given.format(folder=folder), "--endpoint", endpoint], {}) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
     assert last.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: ")
     assert words in last
