@@ -6,6 +6,7 @@ The draft begins as it is served. What is logged meanwhile is taken in at the ne
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,8 +87,7 @@ def train(
         on_step: told after each step how many there were, its KL, and how much is done, 0..1.
     """
     began, num_steps, done = time.monotonic(), 0, 0.0
-    held_out = _some(samples.held_out)
-    before = measure(model, held_out, plan.batch_tokens)
+    as_it_was = copy.deepcopy(model)
     dice = np.random.default_rng(plan.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     highest = plan.learning_rate or _RATE_TIMES_WIDTH / _width(model)
@@ -106,8 +106,9 @@ def train(
                 break
         else:
             samples.read_on()
+    held_out = _some(samples.held_out)  # what was logged meanwhile included: the more, the surer
     return Learned(
-        before,
+        measure(as_it_was, held_out, plan.batch_tokens),
         measure(model, held_out, plan.batch_tokens),
         num_steps,
         sum(row.num_learned for row in samples.learned),

@@ -10,13 +10,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest
 from specdec.types import WEIGHT_TOTAL, SamplingFilters
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
 from tests.support.logged import CountedLog, logged
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
@@ -97,6 +98,20 @@ async def test_of_a_stream_that_its_client_leaves_what_was_committed_is_logged(t
     _, (turn,) = logged(tmp_path / "log")
     assert turn.token_ids.tolist() == held.tolist()
     assert 20 <= len(turn.num_entries) == len(held) - len(PROMPT)
+
+
+async def test_what_was_decided_and_never_committed_is_not_logged(tmp_path: Path) -> None:
+    async with Rig() as rig:
+        coordinator = await rig.coordinator(learning_log=CountedLog(tmp_path / "log"))
+        stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=400))
+        output = await read_until(stream, 20)
+        for key in await rig.store._connection.run_command("KEYS", "specdec:default:*"):
+            await rig.store._connection.run_command("DEL", key)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_rest(stream, output)
+        await eventually(lambda: not coordinator.generations.num_running)
+    _, (turn,) = logged(tmp_path / "log")
+    assert turn.token_ids.tolist() == [*PROMPT, *output.token_ids]
 
 
 async def test_what_a_requests_own_penalties_and_biases_made_is_not_logged(tmp_path: Path) -> None:
