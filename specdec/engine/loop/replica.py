@@ -112,6 +112,7 @@ class ReplicaEngine:
             device=self._shape.device,
             local_drafts=self._shape.local_drafts,
             shadow=self._options.shadow,
+            local_gammas=self._shape.local_gammas,
             num_steps=load.num_steps,
             step_limit_s=load.step_limit_s,
         )
