@@ -16,7 +16,7 @@ FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
     "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
     "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.pool_names",
-    "specdec.v1",
+    "specdec.learning_log", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -38,6 +38,8 @@ ALLOWED = {
     "specdec.vocabulary": set(),
     "specdec.preflight": {"specdec.translation"},
     "specdec.token_bytes": set(),
+    "specdec.learning_log": set(),
+    "specdec.learning": set(),
     "specdec.translation": set(),
     "specdec.restarts": set(),
     "specdec.rank_checks": set(),
@@ -49,7 +51,7 @@ ALLOWED = {
     "specdec.service": {"specdec.engine", "specdec.observability", "specdec.rpc", "specdec.state"},
     "specdec.client": {"specdec.rpc"},
     "specdec.cluster": {"specdec.rpc"},
-    "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.rpc", "specdec.state"},
+    "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.learning", "specdec.rpc", "specdec.state"},
     # The engine, ground floor first.
     ENGINE + "base": {ENGINE + "cold_tier"},
     ENGINE + "cold_tier": set(),
@@ -80,10 +82,12 @@ ALLOWED = {
     "coordinator.front": {"coordinator.generation", "coordinator.replicas", "coordinator.requests", "coordinator.text",
                           *LIBRARY},
     "coordinator.generation": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests",
-                               "coordinator.round", "coordinator.routing", "coordinator.text", *LIBRARY},
+                               "coordinator.learning", "coordinator.round", "coordinator.routing", "coordinator.text",
+                               *LIBRARY},
     "coordinator.round": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests", "coordinator.routing",
                           *LIBRARY},
     "coordinator.routing": {"coordinator.replicas", *LIBRARY},
+    "coordinator.learning": {"coordinator.replicas", "coordinator.round"},
     "coordinator.lookup": set(),
     "coordinator.text": {"coordinator.requests"},
     "coordinator.replicas": {"coordinator.requests", *LIBRARY},
