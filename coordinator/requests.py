@@ -187,6 +187,8 @@ class RouteFigures(NamedTuple):
     share: float
     """Of the class's rounds lately."""
     is_chosen: bool
+    num_tested: float
+    """Draft tokens that alpha is of, old ones fading."""
 
 
 @dataclass(slots=True)

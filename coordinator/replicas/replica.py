@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from coordinator.replicas.lateness import Lateness
 from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
+from specdec.pool_names import check_pool_name
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.types import EngineInfo
 
@@ -20,6 +21,9 @@ TARGET = "target"
 
 #: How long a replica may take to describe itself before it counts as dead.
 DESCRIBE_TIMEOUT_S = 5.0
+
+#: Kinds of drafts that one target makes by itself; ours have some few.
+MAX_LOCAL_DRAFTS = 64
 
 #: Of a process's name for itself; ours have 16.
 MAX_INCARNATION_CHARS = 64
@@ -124,7 +128,7 @@ class Replica(Generic[LinkT]):
 
         Raises:
             VocabularyMismatch: its vocabulary is not ours.
-            Unsupported: it is no service of this role.
+            Unsupported: it is no service of this role, or says of itself what none can be.
             SpecdecError, TimeoutError: it did not answer.
         """
         try:
@@ -134,6 +138,7 @@ class Replica(Generic[LinkT]):
             raise Unsupported(f"{self.address} is not a {self.role} service: {error.message}") from error
         if info.role != self.role:
             raise Unsupported(f"{self.address} is not a {self.role} service but a {info.role} service")
+        self._check(info)
         if info.vocabulary_fingerprint != vocabulary_fingerprint:
             raise VocabularyMismatch(
                 f"{self.role} replica {info.replica_id} at {self.address} has vocabulary fingerprint "
@@ -156,6 +161,24 @@ class Replica(Generic[LinkT]):
         self.is_alive = True
         self._new_sessions = 0
         self._complaint = ""
+
+    def _check(self, info: EngineInfo) -> None:
+        """Raises Unsupported: what it allows would stop everybody, or its pools have names that none may have."""
+        if not (info.max_gamma and info.max_context_tokens):
+            raise Unsupported(
+                f"{self.role} replica at {self.address} allows {info.max_gamma} draft tokens and "
+                f"{info.max_context_tokens} tokens in all; one of each is the least"
+            )
+        if len(info.local_drafts) > MAX_LOCAL_DRAFTS:
+            raise Unsupported(
+                f"{self.role} replica at {self.address} names {len(info.local_drafts)} local drafts; the limit is "
+                f"{MAX_LOCAL_DRAFTS}"
+            )
+        for name in (info.pool, *info.local_drafts):
+            try:
+                check_pool_name(name)
+            except ValueError as error:
+                raise Unsupported(f"{self.role} replica at {self.address}: {error}") from error
 
 
 DraftReplica = Replica[DraftLink]

@@ -51,6 +51,8 @@ class RequestRoute:
         """The pool that it has because that is being promoted."""
         self._is_compared = False
         """Whether its speed says something of the pool that is being promoted."""
+        self._outgrown: set[str] = set()
+        """Pools whose context the session is beyond."""
         self._own: dict[str, Acceptance] = {}
         self._has_news = False
         self._is_first_span = True
@@ -63,7 +65,7 @@ class RequestRoute:
     def begin(self) -> str:
         """The pool to begin with; "" where there is none."""
         usual, canary = self._routes.choose(self.request_class), self._routes.canary
-        if canary is None or canary.promotion is None or canary.promotion.pool not in self._routes.candidates():
+        if canary is None or canary.promotion is None or canary.promotion.pool not in self._routes.scored():
             return usual
         self._promoted = canary.pool_of(self._setting.session_id)
         self._is_compared = usual != canary.promotion.pool
@@ -81,7 +83,8 @@ class RequestRoute:
         self._has_news = False
         context = len(self._tokens)
         rest = min(limit, context - self._setting.output_start)
-        rates = {other: self._rate(other, context) for other in self._routes.candidates()}
+        candidates = [other for other in self._routes.candidates() if other not in self._outgrown]
+        rates = {other: self._rate(other, context) for other in candidates}
         here = rates.pop(pool, None)
         if here is None or here <= 0.0:
             return pool
@@ -92,10 +95,17 @@ class RequestRoute:
                 best, least_s = other, rest / rate + prefill_s
         return best
 
-    def leave(self) -> str:
-        """The pool to go on with where the present one gives nothing."""
+    def leave(self, pool: str, *, for_good: bool) -> str:
+        """The pool to go on with where the present one gives nothing: another one, where there is any.
+
+        Args:
+            pool: the present one; "" for none.
+            for_good: the session is beyond its context.
+        """
         self._is_compared = False
-        return self._routes.choose(self.request_class)
+        if for_good:
+            self._outgrown.add(pool)
+        return self._routes.best_of(self.request_class, {*self._outgrown, pool}) or pool
 
     def note(self, outcome: RoundOutcome, num_committed: int) -> None:
         """Takes in a round, once its tokens are the session's: the first `num_committed` of those it decided."""
@@ -124,11 +134,11 @@ class RequestRoute:
         """Sends off what was collected; `before` tokens of the session came after it."""
         start, p, used = self._start, self._p[:MAX_SCORED_TOKENS], self._used
         self._start, self._p, self._used = len(self._tokens) - before, [], {}
-        candidates = self._routes.candidates()
-        if not used.keys() <= set(candidates):
+        scored = self._routes.scored()
+        if not used.keys() <= set(scored):
             used = {}  # tokens that were found in text are the easy ones: a model that drafted the rest is scored, too
-        unused = tuple(pool for pool in candidates if pool not in used)
-        if len(p) < LEAST_SPAN_TOKENS or not unused or len(candidates) < 2 or start > MAX_CONTEXT_TOKENS:
+        unused = tuple(pool for pool in scored if pool not in used)
+        if len(p) < LEAST_SPAN_TOKENS or not unused or len(scored) < 2 or start > MAX_CONTEXT_TOKENS:
             return
         rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}
         all_tokens = self._tokens.tail(0)

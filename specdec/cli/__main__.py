@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import specdec
-from specdec.cli import bench, chat, generate, health, pools, promote, scale, status, up
+from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
 from specdec.cli.terminal import error_line
 from specdec.errors import InvalidRequest, SpecdecError
 
@@ -41,6 +41,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     pools.add_parser(commands, environ)
     promote.add_parser(commands, environ)
     scale.add_parser(commands, environ)
+    join.add_parser(commands, environ)
+    distill.add_parser(commands, environ)
     bench.add_parser(commands, environ)
     health.add_parser(commands)
     return parser
@@ -61,6 +63,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         args = build_parser(environ).parse_args(argv)
         if args.command == "up":
             return up.run(args, environ, _stop_event())
+        if args.command in ("distill", "join"):
+            return {"distill": distill.run, "join": join.run}[args.command](args)
         if args.command in ("generate", "chat"):
             talk = {"generate": generate.run, "chat": chat.run}
             return talk[args.command](args, environ, _interrupts)

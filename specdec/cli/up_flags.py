@@ -32,7 +32,7 @@ UTILIZATION_ALONE = 0.9
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 #: Values of `--draft` that name no model.
-_LOOKUPS = ("ngram", "suffix")
+LOOKUPS = ("ngram", "suffix")
 
 
 class Usage(Exception):
@@ -46,6 +46,8 @@ class Models:
     target: str
     drafts: tuple[DraftPool, ...]
     """None for target-only."""
+    local_drafts: tuple[str, ...] = ()
+    """As `--local-draft` takes them."""
 
 
 class _Draft(argparse.Action):
@@ -55,7 +57,7 @@ class _Draft(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
     ) -> None:
-        if given in _LOOKUPS:
+        if given in LOOKUPS:
             namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
         elif is_local_draft(given):
             namespace.local_draft = (*namespace.local_draft, given)
@@ -82,7 +84,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--route", default="none", choices=["auto", "none"],
         help="auto: of several draft models, each request gets the one that its kind of requests goes fastest with; "
-        "none: the first one by name, where it asks for none; default none",
+        "none: the first one given, where it asks for none; default none",
     )  # fmt: skip
     parser.add_argument(
         "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
@@ -97,6 +99,10 @@ def add_parser(commands: Any) -> None:
         "--ray-address", metavar="ADDRESS", default="",
         help="place replicas on the nodes of this Ray cluster: HOST:PORT, auto (the one this machine belongs to) or "
         "local (one started for this); needs the package ray",
+    )  # fmt: skip
+    parser.add_argument(
+        "--learning-log", metavar="DIR", default="",
+        help="log what the target says there, users' texts included, for specdec distill; default: nothing is logged",
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument(
@@ -211,19 +217,23 @@ def models(args: argparse.Namespace) -> Models:
     target = args.target or str(demo / "target")
     drafts: tuple[DraftPool, ...] = ()
     if num_drafts(args):
-        drafts = _pools_given(args) or draft_pools([str(demo / "draft")], _LOOKUPS)
+        drafts = _pools_given(args) or draft_pools([str(demo / "draft")], LOOKUPS)
+    local_drafts = args.local_draft
     if args.ray_address:  # a relative path is another one on another machine
         target, drafts = _elsewhere(target), tuple(replace(pool, model=_elsewhere(pool.model)) for pool in drafts)
-    return Models(target, drafts)
+        specs = parse_local_drafts(local_drafts)
+        local_drafts = tuple(f"{spec.name}={replace(spec, path=_elsewhere(spec.path))}" for spec in specs)
+    return Models(target, drafts, local_drafts)
 
 
 def _elsewhere(model: str) -> str:
-    return str(Path(model).absolute()) if Path(model).exists() else model
+    """The same files from any directory; a hub id, or nothing, stays what it is."""
+    return str(Path(model).absolute()) if model and Path(model).exists() else model
 
 
 def _pools_given(args: argparse.Namespace) -> tuple[DraftPool, ...]:
     try:
-        return draft_pools(args.draft, _LOOKUPS)
+        return draft_pools(args.draft, LOOKUPS)
     except ValueError as error:
         raise Usage(f"--draft: {error}") from None
 
