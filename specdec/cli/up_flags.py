@@ -15,7 +15,7 @@ from typing import Any
 import specdec
 from specdec.cli.draft_pools import DraftPool, draft_pools
 from specdec.cli.processes import free_ports
-from specdec.config import join_address, split_address
+from specdec.config import WILDCARD_HOSTS, checked_redis_url, checked_tier_url, join_address, split_address
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.local_drafts import is_local_draft, parse_local_drafts
@@ -154,6 +154,11 @@ def check(args: argparse.Namespace) -> None:
         check_tenant(args.tenant, field="--tenant")
     except InvalidRequest as error:
         raise Usage(error.message) from None
+    for flag, checked in (("--redis-url", checked_redis_url), ("--kv-tier-url", checked_tier_url)):
+        try:
+            checked(value(args, flag))
+        except ValueError as error:
+            raise Usage(f"{flag} {error}") from None
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
@@ -241,11 +246,16 @@ def listen_address(args: argparse.Namespace) -> str:
     return address
 
 
-def metrics_addresses(args: argparse.Namespace, names: list[str]) -> dict[str, str]:
+def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str) -> dict[str, str]:
     """Where each of the named services serves its metrics; empty where nobody wants them.
 
+    Args:
+        args: the flags.
+        names: of the services.
+        endpoint: where the coordinator is to listen, from `listen_address`.
+
     Raises:
-        Usage: `--metrics` is no address, or has no room for so many ports after it.
+        Usage: `--metrics` is no address, has no room for so many ports after it, or would take the coordinator's.
         Unavailable: one is taken.
     """
     if not args.metrics:
@@ -254,6 +264,10 @@ def metrics_addresses(args: argparse.Namespace, names: list[str]) -> dict[str, s
     ports = list(range(port, port + len(names))) if port else free_ports(len(names))
     if ports[-1] > 65535:
         raise Usage(f"--metrics: {len(names)} ports are needed from {port} on")
+    listening_host, listening_port = split_address(endpoint)
+    is_one_host = host == listening_host or host in WILDCARD_HOSTS or listening_host in WILDCARD_HOSTS
+    if is_one_host and listening_port in ports:
+        raise Usage(f"--metrics {args.metrics} takes the ports {ports[0]} to {ports[-1]}, and --listen is {endpoint}")
     addresses = {name: join_address(host, each) for name, each in zip(names, ports, strict=True)}
     for address in addresses.values():
         require_free(address)

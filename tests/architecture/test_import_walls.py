@@ -15,7 +15,8 @@ SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
     "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
-    "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.v1",
+    "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.v1", "specdec.devices",
+    "specdec.weight_files",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -30,6 +31,8 @@ ALLOWED = {
     "specdec.errors": set(),
     "specdec.engines": set(),
     "specdec.tenant": set(),
+    "specdec.devices": set(),
+    "specdec.weight_files": set(),
     "specdec.local_drafts": set(),
     "specdec.checkpoint": set(),
     "specdec.gguf": {"specdec.engine.kept_files"},
