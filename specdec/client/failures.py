@@ -12,8 +12,10 @@ import grpc
 from specdec.errors import ClientClosed, SpecdecError, Unavailable
 from specdec.rpc.status import DETAILS_KEY, from_rpc_error
 
-# In gRPC's words; the last is of names that no address belongs to.
-_NOT_CONNECTED = re.compile("failed to connect to all addresses|connections to all backends failing|resolution")
+# In gRPC's words; the last ones, which differ by resolver, are of names that no address belongs to.
+_NOT_CONNECTED = re.compile(
+    "failed to connect to all addresses|connections to all backends failing|resolution|resolving|lookup failed"
+)
 
 
 def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:

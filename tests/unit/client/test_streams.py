@@ -240,6 +240,21 @@ def test_an_endpoint_where_nobody_listens_is_named_in_the_error() -> None:
             assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
 
 
+def test_a_host_that_does_not_exist_is_no_coordinator() -> None:
+    endpoint = "no-such-host.invalid:50051"
+    with Client(endpoint, budgets=Budgets(connect_s=0)) as client, pytest.raises(Unavailable) as caught:
+        client.info()
+    assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
+    assert caught.value.message.startswith(f"no coordinator at {endpoint}; start one with `specdec up`")
+
+    async def ask() -> None:
+        async with AsyncClient(endpoint, budgets=Budgets(connect_s=0)) as client:
+            with pytest.raises(Unavailable, match=f"no coordinator at {endpoint}"):
+                await client.info()
+
+    asyncio.run(ask())
+
+
 def test_a_coordinator_without_targets_is_not_called_missing(run: Run) -> None:
     with pytest.raises(Unavailable) as caught:
         run([lambda r: [Unavailable("target: failed to connect to all addresses", retry_after_s=60)]])
