@@ -18,7 +18,7 @@ from typing import Any
 from specdec.cli.answer import Interrupts, print_closing_line, read_answer
 from specdec.cli.conversation import Conversation
 from specdec.cli.message_reader import MessageReader
-from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
+from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
 from specdec.cli.terminal import TokenWriter, error_line, wants_colour
 from specdec.client import ChatMessage, Client, GenerateOptions
 from specdec.errors import InvalidRequest, SessionLost, SpecdecError
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     """
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
     reader = MessageReader()
-    with Client(args.endpoint, budgets=BUDGETS) as client:
+    with Client(args.endpoint, budgets=PATIENT_BUDGETS) as client:
         chat = Chat(client, Conversation(args.system), request_options(args), writer, interrupts, trims=args.trim)
         chat.check_model()
         if reader.is_terminal:

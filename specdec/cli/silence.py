@@ -67,7 +67,8 @@ class SilenceWatch:
         try:
             pools = self._client.info().pools
         except Unavailable as error:
-            return "coordinator" if error.reason == "COORDINATOR_UNAVAILABLE" else ""
+            # One that was started a moment ago has nothing to tell yet.
+            return {"COORDINATOR_UNAVAILABLE": "coordinator", "REPLICA_UNAVAILABLE": "target"}.get(error.reason, "")
         except SpecdecError:
             return ""
         return "" if any(pool.role == "target" and pool.replicas for pool in pools) else "target"

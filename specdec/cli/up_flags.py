@@ -48,6 +48,17 @@ class Models:
     """None for target-only."""
 
 
+class _Model(argparse.Action):
+    """Refuses an empty name, which an unset variable leaves: what is served by default was not asked for."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
+    ) -> None:
+        if not given:
+            raise argparse.ArgumentError(self, "must name a model, not ''")
+        setattr(namespace, self.dest, given)
+
+
 class _Draft(argparse.Action):
     """Tells models from the kinds of drafts that need none: `draft` are the models, `lookup` are the kinds that are
     found in text, `local_draft` those that targets draft by themselves."""
@@ -55,6 +66,8 @@ class _Draft(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
     ) -> None:
+        if not given:
+            raise argparse.ArgumentError(self, "must name a model or a kind of drafts, not ''")
         if given in _LOOKUPS:
             namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
         elif is_local_draft(given):
@@ -63,14 +76,19 @@ class _Draft(argparse.Action):
                 parse_local_drafts(namespace.local_draft)
             except ValueError as error:
                 raise argparse.ArgumentError(self, str(error)) from None
-        elif given:
+        else:
             namespace.draft = (*namespace.draft, given)
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
-    model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
-    parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
+    parser.add_argument(
+        "--target",
+        metavar="PATH_OR_HUB_ID",
+        default="",
+        action=_Model,
+        help="target model; default: the pair in models/demo",
+    )
     parser.add_argument(
         "--draft", metavar="[NAME=]PATH_OR_HUB_ID", default=(), action=_Draft,
         help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
@@ -85,7 +103,11 @@ def add_parser(commands: Any) -> None:
         "none: the first one by name, where it asks for none; default none",
     )  # fmt: skip
     parser.add_argument(
-        "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
+        "--tokenizer",
+        metavar="PATH_OR_HUB_ID",
+        default="",
+        action=_Model,
+        help="of the coordinator; default: the target's",
     )
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default 127.0.0.1:50051")
     parser.add_argument(
