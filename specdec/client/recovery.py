@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import tenacity
 
+from specdec.client.failures import is_without_target
 from specdec.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -33,8 +34,6 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),  # the server's limit decides, and names itself
 )
 
-_NO_REPLICA = Unavailable.default_reason
-
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
@@ -43,8 +42,8 @@ class Budgets:
     connect_s: float = 5.0
     """A call that has had no answer yet."""
     target_s: float | None = None
-    """A generation that a coordinator has answered, so far with no target replica to serve it: one that is started
-    again may take half a minute. None: `connect_s`."""
+    """A generation to which a coordinator says that no target replica is there: one that is started again may take half
+    a minute. None: `connect_s`."""
     resume_s: float = 60.0
     """An interrupted stream, counted anew after each chunk; more than a lost coordinator's lease lasts."""
 
@@ -56,8 +55,8 @@ class Recovery:
         """
         Args:
             budgets: how long to keep trying.
-            needs_target: whether the budget of that name is the call's.
             timeout: seconds that the whole call may take from now on, all attempts together; None: no limit.
+            needs_target: whether `Budgets.target_s` counts for it.
 
         Raises:
             InvalidRequest: a timeout that is no positive number.
@@ -123,7 +122,7 @@ class Recovery:
         # What has no room for a request may never have: an output under way is worth a longer wait than a beginning.
         has_begun = self._has_news if isinstance(error, ResourceExhausted) else self._answered
         budget_s = self._budgets.resume_s if has_begun else self._budgets.connect_s
-        if self._target_s is not None and isinstance(error, Unavailable) and error.reason == _NO_REPLICA:
+        if self._target_s is not None and is_without_target(error):
             budget_s = max(budget_s, self._target_s)
         # Rather now than after a wait that would outlast the budget.
         return time.monotonic() + state.upcoming_sleep - self._broken_since >= budget_s

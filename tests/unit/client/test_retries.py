@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,24 +81,6 @@ def test_what_passes_by_itself_is_asked_again_while_the_next_attempt_is_within_t
     clock: Clock, kind: type[SpecdecError], num_s: int
 ) -> None:
     assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(num_s)
-
-
-@pytest.mark.parametrize(
-    ("needs_target", "reason", "num_s"),
-    [
-        (True, "REPLICA_UNAVAILABLE", 60),
-        (False, "REPLICA_UNAVAILABLE", 5),
-        (True, "COORDINATOR_UNAVAILABLE", 5),
-        (True, "DRAINING", 5),
-    ],
-)
-def test_a_generation_without_a_target_has_the_budget_of_one(
-    clock: Clock, needs_target: bool, reason: str, num_s: int
-) -> None:
-    recovery = Recovery(replace(BUDGETS, target_s=60.0), needs_target=needs_target)
-    assert attempts_at(clock, recovery, failing(Unavailable("none", reason=reason, retry_after_s=ASKED_S))) == seconds(
-        num_s
-    )
 
 
 @pytest.mark.parametrize(
