@@ -1,10 +1,11 @@
 """Suite `gpu`: a random model of Llama 3.1 8B's shape on one CUDA device in bf16, its first three layers as the draft.
 
-Three figures, each of them alone by `--rows`: the engine alone against what the device's memory allows; one greedy
-stream through the three services against our own target-only mode and Hugging Face's assisted generation; tokens a
-second of 1 to 64 streams. Acceptance is dialled (`random_pair`) and measured again in the stream that counts. Without a
-CUDA device the suite says so and measures nothing. Needs 60 GB of the device's memory, for two targets at once, and 20
-GB of disk where temporary files go. With `--tensor-parallel N` one row instead, of N devices (`gpu_ranks`).
+Four figures, each of them alone by `--rows`: the engine alone against what the device's memory allows; one layer's
+attention, by our kernels and over gathered blocks; one greedy stream through the three services against our own
+target-only mode and Hugging Face's assisted generation; tokens a second of 1 to 64 streams. Acceptance is dialled
+(`random_pair`) and measured again in the stream that counts. Without a CUDA device the suite says so and measures
+nothing. Needs 60 GB of the device's memory, for two targets at once, and 20 GB of disk where temporary files go. With
+`--tensor-parallel N` one row instead, of N devices (`gpu_ranks`).
 """
 
 import argparse
@@ -18,7 +19,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from bench.gpu_engine import engine_rows
+from bench.gpu_attention import attention_rows
+from bench.gpu_engine import copy_bandwidth, engine_rows
 from bench.gpu_ranks import scaling_rows
 from bench.gpu_stack import ONE_STREAM, STREAMS, stack_rows
 from bench.random_pair import write_random_pair
@@ -27,8 +29,8 @@ from bench.rows import Origin, Row
 
 SUITE = "gpu"
 SHAPE = "random Llama-3.1-8B shape, bf16"
-ENGINE = "engine"
-FIGURES = (ENGINE, ONE_STREAM, STREAMS)
+ENGINE, ATTENTION = "engine", "attention"
+FIGURES = (ENGINE, ATTENTION, ONE_STREAM, STREAMS)
 NUM_DRAFT_LAYERS = 3
 ALPHA = 0.8
 _COPY_BYTES = 1 << 30
@@ -102,6 +104,11 @@ def device_rows(
     """
     row = partial(Row, suite=SUITE, row=None, origin=Origin(hardware=_device_name(device)), quick=quick)
     rows = []
+    if ATTENTION in figures:
+        rows += attention_rows(config, device, shape, row, copy_bandwidth(device, copy_bytes))
+        _free_device_memory(device)
+    if not set(figures) - {ATTENTION}:
+        return rows
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         with progress("gpu: pair", 1) as advance:
             pair = write_random_pair(config, NUM_DRAFT_LAYERS, ALPHA, Path(folder), device)
@@ -110,7 +117,7 @@ def device_rows(
         if ENGINE in figures:
             rows += engine_rows(pair, device, shape, row, copy_bytes, quick=quick)
             _free_device_memory(device)
-        if set(figures) - {ENGINE}:
+        if set(figures) - {ENGINE, ATTENTION}:
             rows += stack_rows(pair, device, shape, row, figures, quick=quick)
     return rows
 

@@ -44,7 +44,7 @@ def engine_rows(
     num_steps = NUM_QUICK_STEPS if quick else NUM_STEPS
     row = partial(row, case=f"{shape}, engine alone, 1 stream, context {CONTEXT_TOKENS}")
     with progress("gpu: engine", 3) as advance:
-        bytes_per_s = _copy_bandwidth(device, copy_bytes, num_steps)
+        bytes_per_s = copy_bandwidth(device, copy_bytes, num_steps)
         rows = [row(system="device", metric="copy_bandwidth", value=bytes_per_s / 1e9, unit="GB/s")]
         advance()
         for name, model, limit in (("target", pair.target, TARGET_LIMIT), ("draft", pair.draft, DRAFT_LIMIT)):
@@ -72,7 +72,7 @@ def _step_s(worker: Worker, device: str, num_steps: int) -> float:
     return _median_s(lambda: worker.execute(plan), device, num_steps)
 
 
-def _copy_bandwidth(device: str, num_bytes: int, num_steps: int) -> float:
+def copy_bandwidth(device: str, num_bytes: int, num_steps: int = NUM_STEPS) -> float:
     """Bytes read plus bytes written a second."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)

@@ -116,6 +116,7 @@ def _build_pools(
         static_endpoints=static,
         registry=registry,
         lookup_pools=settings.lookup,
+        first_model_pool=settings.default_draft_pool,
         poll_interval_s=settings.poll_interval_s,
         on_readiness=tell_health,
     )

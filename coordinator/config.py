@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.config import Address, AddressList, ServiceSettings, TenantName, split_commas
+from specdec.pool_names import OptionalPoolName
 from specdec.tenant import DEFAULT_TENANT
 
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
@@ -46,10 +47,14 @@ class CoordinatorSettings(ServiceSettings):
     lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
     """Tokens of past outputs that suffix drafts look at; about 100 bytes each, in this coordinator's memory alone."""
 
+    default_draft_pool: OptionalPoolName = ""
+    """Of pools of draft models, the one that comes first: requests that name none get it, or begin with it where they
+    are routed and nothing is known yet. Unset, or while it is not there: the first by name."""
+
     route: Literal["auto"] | None = None
     """auto: a request that names no draft pool gets the pool of draft models that its kind of requests goes fastest
     with, and another one on the way where that pays; what the others would have done is found out in the background.
-    none: the first pool by name."""
+    none: the first pool, always."""
 
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
     """Speculation mode of requests that name none."""

@@ -33,6 +33,7 @@ from pydantic_settings import (
 )
 
 from specdec.errors import InvalidRequest
+from specdec.pool_names import PoolName
 from specdec.tenant import check_tenant
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
@@ -178,7 +179,6 @@ RedisUrl = Annotated[str, AfterValidator(checked_redis_url)]
 OptionalTierUrl = Annotated[str, AfterValidator(checked_tier_url)]
 """redis://, rediss:// or unix://, or "" for none."""
 
-
 TenantName = Annotated[str, AfterValidator(_checked_tenant)]
 """1 to 64 letters, digits, "_", "." or "-"."""
 
@@ -262,7 +262,7 @@ class ReplicaSettings(ServiceSettings):
     """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
     a model that this engine computes differently; off serves it as it is."""
 
-    pool: str = "default"
+    pool: PoolName = "default"
     """Name of the replica pool this process belongs to."""
 
     replica_id: str = ""

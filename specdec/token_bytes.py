@@ -24,8 +24,10 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PIECES = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 _BLANKS = {"Replace", "Metaspace"}
 
-#: Several times the largest vocabulary there is.
+#: Several times the largest vocabulary, the longest token and the longest decoder that there are.
 _MAX_TOKENS = 1 << 21
+_MAX_TOKEN_BYTES = 1 << 12
+_MAX_PARTS = 32
 
 
 def decoder_parts(tokenizer: PreTrainedTokenizerFast) -> list[Mapping[str, Any]]:
@@ -49,13 +51,15 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
 
     Raises:
         Unsupported: the decoder is neither byte-level nor of SentencePiece's kind, so that tokens have no bytes of
-            their own; or ids go beyond all vocabularies.
+            their own; or ids, a token or the decoder go beyond all that there are.
     """
     parts = decoder_parts(tokenizer)
     kinds = {str(part["type"]) for part in parts}
     if kinds != {"ByteLevel"} and not (kinds <= _PIECES and kinds & _BLANKS):
         told = ", ".join(sorted(kinds)) or "nothing"
         raise Unsupported(f"tokens decoded by {told[:200]} have no bytes of their own; byte-level and SentencePiece do")
+    if len(parts) > _MAX_PARTS:
+        raise Unsupported(f"a decoder of {len(parts)} steps is beyond {_MAX_PARTS}")
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values())
     if largest >= _MAX_TOKENS:
@@ -68,7 +72,9 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
     table = [b""] * (largest + 1)
     for token, token_id in vocabulary.items():
         if token_id not in special:
-            table[token_id] = _byte_level_bytes(token) if kinds == {"ByteLevel"} else _piece_bytes(token, parts)
+            piece = _byte_level_bytes(token) if kinds == {"ByteLevel"} else _piece_bytes(token, parts)
+            _check_length(len(piece))
+            table[token_id] = piece
     return table
 
 
@@ -78,10 +84,17 @@ def _piece_bytes(token: str, parts: list[Mapping[str, Any]]) -> bytes:
         if kind == "ByteFallback" and (matched := BYTE_TOKEN.fullmatch(token)):
             return bytes([int(matched[1], 16)])
         if kind == "Replace" and isinstance(pattern := part["pattern"].get("String"), str):
+            _check_length(len(token) + token.count(pattern) * (len(part["content"]) - len(pattern)))
             token = token.replace(pattern, part["content"])
         if kind == "Metaspace":
             token = token.replace(part["replacement"], " ")
     return token.encode("utf-8", errors="surrogatepass")
+
+
+def _check_length(num_bytes: int) -> None:
+    """Raises Unsupported: a token is longer than any that there is. Sessions hold such text, and it is read again."""
+    if num_bytes > _MAX_TOKEN_BYTES:
+        raise Unsupported(f"a token of {num_bytes:,} bytes is beyond {_MAX_TOKEN_BYTES:,}")
 
 
 @lru_cache(maxsize=1 << 16)

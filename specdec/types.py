@@ -301,3 +301,10 @@ class EngineInfo:
     """Sessions that call it: one is in work, or was within the last second."""
     local_drafts: tuple[str, ...] = ()
     """Of a target: names of what it can draft with by itself."""
+    local_gammas: tuple[int, ...] = ()
+    """Of each: most tokens that a draft can have, 0 for as many as are asked for. () where that is so of all, and of
+    releases that do not tell."""
+    num_steps: int = 0
+    """That have ended since the process began."""
+    step_limit_s: float = 0.0
+    """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""

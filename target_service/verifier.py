@@ -98,7 +98,8 @@ class Verifier(ReplicaEngine):
         if local is None:
             return request
         room = self._shape.max_context_tokens - request.position.committed_len
-        gamma = min(local.gamma, self._options.max_gamma, room)
+        most = dict(zip(self._shape.local_drafts, self._shape.local_gammas, strict=False)).get(local.pool)
+        gamma = min(local.gamma, self._options.max_gamma, room, most or local.gamma)
         can_draft = local.pool in self._shape.local_drafts and gamma > 0
         return replace(request, local_draft=LocalDraft(local.pool, gamma) if can_draft else None)
 

@@ -64,6 +64,10 @@ class Lateness:
             self._ask_again_at = now + self._pause_s
         return True
 
+    def note_stood_still(self) -> None:
+        """None of its calls were answered for longer than any of them may take."""
+        self.note_late(self._clock(), heard_at=float("-inf"))
+
     def forgive(self) -> None:
         """It has answered in time, or its process answers again."""
         self.slack = 1.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,12 @@ from specdec.types import EngineInfo
 
 #: Least time between two looks at the replicas, however often they are in doubt.
 MIN_POLL_INTERVAL_S = 0.05
+
+#: Names of draft pools that are kept, the targets' own drafts among them: for each there are figures.
+MAX_POOLS = 256
+
+#: Of them, so many are told where one is not found.
+_MAX_TOLD = 16
 
 #: A poll waits for so long at most: one hung replica must not keep it from the others.
 POLL_PATIENCE_S = 1.0
@@ -45,6 +51,7 @@ class ReplicaPools:
         static_endpoints: Collection[tuple[str, str]] = (),
         registry: ReplicaRegistry | None = None,
         lookup_pools: Sequence[str] = (),
+        first_model_pool: str = "",
         poll_interval_s: float = 1.0,
         on_readiness: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
@@ -54,10 +61,12 @@ class ReplicaPools:
             open_link: how replicas are called.
             static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
             lookup_pools: names of the pools of drafts that are found in text, by this coordinator itself.
+            first_model_pool: the pool of draft replicas that comes before the others; those are in order of name.
             on_readiness: awaited whenever the answer to "is a target replica connected" changes.
         """
         self.vocabulary_fingerprint = vocabulary_fingerprint
         self.lookup_pools = tuple(lookup_pools)
+        self._first_model_pool = first_model_pool
         self._open_link = open_link
         self._static = frozenset(static_endpoints)
         self._registry = None if static_endpoints else registry
@@ -156,18 +165,32 @@ class ReplicaPools:
         return {*self._draft_pool_names, *self.lookup_pools, *self._local_pool_names}
 
     def _unknown(self, pool: str, field: str, known: Collection[str]) -> NotFound:
-        words = f"{field} {pool[:64]!r} is not a draft pool; there are {', '.join(sorted(known)) or 'none'}"
+        told = ", ".join(sorted(known)[:_MAX_TOLD]) or "none"
+        more = f" and {len(known) - _MAX_TOLD} more" if len(known) > _MAX_TOLD else ""
+        words = f"{field} {pool[:64]!r} is not a draft pool; there are {told}{more}"
         return NotFound(words, reason="POOL_NOT_FOUND", field=field)
 
     def live_model_pools(self) -> list[str]:
-        """Names of the pools with a draft replica that can be used."""
-        return sorted({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
+        """Names of the pools with a draft replica that can be used, the first one first."""
+        return self._in_order({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
+
+    def _in_order(self, model_pools: Iterable[str]) -> list[str]:
+        return sorted(model_pools, key=lambda name: (name != self._first_model_pool, name))
 
     @property
     def local_pools(self) -> tuple[str, ...]:
         """What live targets draft with by themselves: pools that need no draft replica."""
         live = {name for replica in self.targets() if replica.is_alive for name in _local_drafts(replica)}
         return tuple(name for name in self._local_pool_names if name in live)
+
+    def local_gamma(self, pool: str) -> int:
+        """Most draft tokens that every live target drafts in `pool`."""
+        told = [
+            dict(zip(replica.info.local_drafts, replica.info.local_gammas, strict=False)).get(pool, 0)
+            for replica in self.targets()
+            if replica.is_alive and replica.info
+        ]
+        return min([self.target_info.max_gamma, *(gamma for gamma in told if gamma)])
 
     def local_pool(self, pool: str) -> str:
         """The local drafts of a request routed to `pool`: those, or where it was routed to text the first there are;
@@ -181,8 +204,8 @@ class ReplicaPools:
         any where text is looked into first."""
         if pool and pool not in self.lookup_pools:
             return pool
-        live = sorted({replica.pool for replica in self._known(DRAFT) if replica.is_alive})
-        return next(iter(live or sorted(self._draft_pool_names)), "")
+        live = {replica.pool for replica in self._known(DRAFT) if replica.is_alive}
+        return next(iter(self._in_order(live or self._draft_pool_names)), "")
 
     async def poll(self) -> None:
         """Looks at every replica once: connects new ones, revives and buries old ones.
@@ -263,9 +286,7 @@ class ReplicaPools:
     async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
         try:
             await replica.describe(self.vocabulary_fingerprint)
-            taken = {replica.pool} if replica.role == DRAFT else set(_local_drafts(replica))
-            if name := next(iter(taken.intersection(self.lookup_pools)), ""):
-                raise Unsupported(f"{replica.address} calls its pool {name}, which is the coordinator's own")
+            self._note_pools(replica)
         except VocabularyMismatch as error:
             if key in self._static and not self._has_been_ready:
                 raise
@@ -274,10 +295,18 @@ class ReplicaPools:
             replica.refuse(error)
         except (SpecdecError, TimeoutError) as error:
             replica.fail(error)
+
+    def _note_pools(self, replica: Replica[Any]) -> None:
+        """Raises Unsupported: a name of its pools is taken, or there are too many."""
+        names = (replica.pool,) if replica.role == DRAFT else _local_drafts(replica)
+        if name := next((name for name in names if name in self.lookup_pools), ""):
+            raise Unsupported(f"{replica.address} calls its pool {name}, which is the coordinator's own")
+        if len(self._all_draft_pools().union(names)) > MAX_POOLS:
+            raise Unsupported(f"{replica.address} adds to {MAX_POOLS} names of draft pools, the most there may be")
+        if replica.role == DRAFT:
+            self._draft_pool_names.add(replica.pool)
         else:
-            if replica.role == DRAFT:
-                self._draft_pool_names.add(replica.pool)
-            self._local_pool_names |= dict.fromkeys(_local_drafts(replica))
+            self._local_pool_names |= dict.fromkeys(names)
 
 
 def _local_drafts(replica: Replica[Any]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from coordinator.replicas.lateness import Lateness
 from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
+from specdec.pool_names import check_pool_name
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.types import EngineInfo
 
@@ -20,6 +21,9 @@ TARGET = "target"
 
 #: How long a replica may take to describe itself before it counts as dead.
 DESCRIBE_TIMEOUT_S = 5.0
+
+#: Kinds of drafts that one target makes by itself; ours have some few.
+MAX_LOCAL_DRAFTS = 64
 
 #: Of a process's name for itself; ours have 16.
 MAX_INCARNATION_CHARS = 64
@@ -39,6 +43,8 @@ class Replica(Generic[LinkT]):
         self.info: EngineInfo | None = None
         self.is_alive = False
         self.lateness = Lateness()
+        self._stood_still = False
+        """Whether what it missed last was no deadline, but all bounds while it said that it is well."""
         self._new_sessions = 0
         self._complaint = ""
         """What was last logged against it since it last fitted."""
@@ -93,6 +99,12 @@ class Replica(Generic[LinkT]):
             _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._complaint)
         self.is_alive = False
 
+    def stand_still(self, error: SpecdecError) -> None:
+        """Takes the replica out of use though it says what it is: for longer each time, until it answers a call."""
+        self._stood_still = True
+        self.lateness.note_stood_still()
+        self.fail(error)
+
     def refuse(self, error: SpecdecError) -> None:
         """Leaves the replica out until it describes itself as one that fits; says so once, not at every poll."""
         self.is_alive = False
@@ -116,7 +128,7 @@ class Replica(Generic[LinkT]):
 
         Raises:
             VocabularyMismatch: its vocabulary is not ours.
-            Unsupported: it is no service of this role.
+            Unsupported: it is no service of this role, or says of itself what none can be.
             SpecdecError, TimeoutError: it did not answer.
         """
         try:
@@ -126,6 +138,7 @@ class Replica(Generic[LinkT]):
             raise Unsupported(f"{self.address} is not a {self.role} service: {error.message}") from error
         if info.role != self.role:
             raise Unsupported(f"{self.address} is not a {self.role} service but a {info.role} service")
+        self._check(info)
         if info.vocabulary_fingerprint != vocabulary_fingerprint:
             raise VocabularyMismatch(
                 f"{self.role} replica {info.replica_id} at {self.address} has vocabulary fingerprint "
@@ -133,7 +146,9 @@ class Replica(Generic[LinkT]):
             )
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
-            self.lateness.forgive()
+            self._stood_still = self._stood_still and self.lateness.is_marked and info.incarnation == self.incarnation
+            if not self._stood_still:
+                self.lateness.forgive()
         if self.info is not None and info.model_fingerprint != self.model:
             _log.warning(
                 "%s replica %s serves model %s now, %s before",
@@ -146,6 +161,24 @@ class Replica(Generic[LinkT]):
         self.is_alive = True
         self._new_sessions = 0
         self._complaint = ""
+
+    def _check(self, info: EngineInfo) -> None:
+        """Raises Unsupported: what it allows would stop everybody, or its pools have names that none may have."""
+        if not (info.max_gamma and info.max_context_tokens):
+            raise Unsupported(
+                f"{self.role} replica at {self.address} allows {info.max_gamma} draft tokens and "
+                f"{info.max_context_tokens} tokens in all; one of each is the least"
+            )
+        if len(info.local_drafts) > MAX_LOCAL_DRAFTS:
+            raise Unsupported(
+                f"{self.role} replica at {self.address} names {len(info.local_drafts)} local drafts; the limit is "
+                f"{MAX_LOCAL_DRAFTS}"
+            )
+        for name in (info.pool, *info.local_drafts):
+            try:
+                check_pool_name(name)
+            except ValueError as error:
+                raise Unsupported(f"{self.role} replica at {self.address}: {error}") from error
 
 
 DraftReplica = Replica[DraftLink]

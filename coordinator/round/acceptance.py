@@ -41,14 +41,21 @@ class Acceptance:
             self._accepted[position] += num_accepted
 
     @property
+    def num_tested(self) -> float:
+        return sum(self._tested)
+
+    @property
+    def num_accepted(self) -> float:
+        return sum(self._accepted)
+
+    @property
     def measured(self) -> float | None:
         """Accepted share of tested tokens; None before the first."""
-        num_tested = sum(self._tested)
-        return sum(self._accepted) / num_tested if num_tested else None
+        return self.num_accepted / self.num_tested if self.num_tested else None
 
     def overall(self, prior: float) -> float:
         """Accepted share of tested tokens; `prior` while few were tested."""
-        return (sum(self._accepted) + prior * PRIOR_TOKENS) / (sum(self._tested) + PRIOR_TOKENS)
+        return (self.num_accepted + prior * PRIOR_TOKENS) / (self.num_tested + PRIOR_TOKENS)
 
     def at(self, position: int, prior: float) -> float:
         """The share at one position, given that those before it were accepted."""

@@ -60,9 +60,11 @@ class DraftKinds:
         self._routes = None if scores is None else Routes(pools, self._records, scores, canary, text_of)
 
     def figures(self, pool: str) -> DraftFigures:
-        """What requests have shown of a draft pool."""
-        record = self._records.get(pool)
-        return DraftFigures(None, None) if record is None else DraftFigures(record.measured_alpha, record.mean_gamma)
+        """What requests have shown of a draft pool: of routed ones what their classes did, scores among it."""
+        record, routed = self._records.get(pool), None if self._routes is None else self._routes.alpha(pool)
+        if record is None:
+            return DraftFigures(routed, None)
+        return DraftFigures(record.measured_alpha if routed is None else routed, record.mean_gamma)
 
     def route_figures(self, pool: str) -> list[RouteFigures]:
         """What is known of a draft pool for each class of requests; nothing where they are not routed."""
@@ -119,21 +121,22 @@ class DraftKinds:
             pool = next(iter(self._pools.lookup_pools), "")
             local = "" if replicas.draft_pool else next(iter(self._pools.local_pools), "")
         if local:
-            asked = LocalDrafts(local, self._chooser(local, wanted))
+            asked = LocalDrafts(local, self._chooser(local, wanted, self._pools.local_gamma(local)))
         if pool not in self._pools.lookup_pools:
             return asked
         return LookupDrafts(
             pool,
             Lookup(LookupKind(pool), self._history),
             tokens,
-            self._chooser(pool, wanted),
+            self._chooser(pool, wanted, self._pools.target_info.max_gamma),
             asked if local or replicas.draft_pool else None,
             with_supports=not setting.answers_choices,
         )
 
-    def _chooser(self, pool: str, wanted: SpeculationChoice) -> GammaChooser:
+    def _chooser(self, pool: str, wanted: SpeculationChoice, max_gamma: int) -> GammaChooser:
         """Of a pool whose drafts need no draft replica."""
-        return GammaChooser(self._records[pool], fixed=wanted.gamma, max_gamma=self._pools.target_info.max_gamma)
+        fixed = None if wanted.gamma is None else min(wanted.gamma, max_gamma)
+        return GammaChooser(self._records[pool], fixed=fixed, max_gamma=max_gamma)
 
     def _models(
         self,

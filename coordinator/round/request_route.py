@@ -51,6 +51,8 @@ class RequestRoute:
         """The pool that it has because that is being promoted."""
         self._is_compared = False
         """Whether its speed says something of the pool that is being promoted."""
+        self._outgrown: set[str] = set()
+        """Pools whose context the session is beyond."""
         self._own: dict[str, Acceptance] = {}
         self._has_news = False
         self._is_first_span = True
@@ -81,7 +83,8 @@ class RequestRoute:
         self._has_news = False
         context = len(self._tokens)
         rest = min(limit, context - self._setting.output_start)
-        rates = {other: self._rate(other, context) for other in self._routes.candidates()}
+        candidates = [other for other in self._routes.candidates() if other not in self._outgrown]
+        rates = {other: self._rate(other, context) for other in candidates}
         here = rates.pop(pool, None)
         if here is None or here <= 0.0:
             return pool
@@ -92,10 +95,17 @@ class RequestRoute:
                 best, least_s = other, rest / rate + prefill_s
         return best
 
-    def leave(self) -> str:
-        """The pool to go on with where the present one gives nothing."""
+    def leave(self, pool: str, *, for_good: bool) -> str:
+        """The pool to go on with where the present one gives nothing: another one, where there is any.
+
+        Args:
+            pool: the present one; "" for none.
+            for_good: the session is beyond its context.
+        """
         self._is_compared = False
-        return self._routes.choose(self.request_class)
+        if for_good:
+            self._outgrown.add(pool)
+        return self._routes.best_of(self.request_class, {*self._outgrown, pool}) or pool
 
     def note(self, outcome: RoundOutcome, num_committed: int) -> None:
         """Takes in a round, once its tokens are the session's: the first `num_committed` of those it decided."""

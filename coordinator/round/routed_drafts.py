@@ -15,7 +15,8 @@ from coordinator.round.request_route import RequestRoute
 from specdec.rpc.calls import WireCount
 
 #: Why a round had no draft, where another pool may have one.
-_GONE = ("no_replica", "REPLICA_UNAVAILABLE", "draft_context")
+_OUTGROWN = "draft_context"
+_GONE = ("no_replica", "REPLICA_UNAVAILABLE", _OUTGROWN)
 
 
 class RoutedDrafts:
@@ -32,7 +33,8 @@ class RoutedDrafts:
         self._replicas = replicas
         self._drafts_of = drafts_of
         self._made = {replicas.draft_pool: drafts_of(replicas.draft_pool)}
-        self._is_gone = False
+        self._missing_cause = ""
+        """Of the last round's draft."""
 
     @property
     def chooser(self) -> GammaChooser:
@@ -42,14 +44,17 @@ class RoutedDrafts:
     async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
         """See `DraftSource`."""
         pool = self._replicas.draft_pool
-        following = self._route.leave() if self._is_gone else self._route.next_pool(pool, limit)
+        if self._missing_cause in _GONE:
+            following = self._route.leave(pool, for_good=self._missing_cause == _OUTGROWN)
+        else:
+            following = self._route.next_pool(pool, limit)
         if following and following != pool:
             self._replicas.draft_pool = following
             self._replicas.forget_draft()
             if following not in self._made:
                 self._made[following] = self._drafts_of(following)
         answer = await self._drafts.propose(round_id, limit, committed_len, wire)
-        self._is_gone = answer.missing_cause in _GONE
+        self._missing_cause = answer.missing_cause
         return answer
 
     def observe(self, draft: DraftAnswer, times: RoundTimes) -> None:

@@ -12,7 +12,7 @@ from one event loop.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.requests import RouteFigures
@@ -85,7 +85,7 @@ class Routes:
         """The class of a request; `end_of_prompt`: the last of what its session holds before the output."""
         kind = "" if task else kind_of(end_of_prompt, self._text_of(end_of_prompt.tolist()))
         name = class_of(task, kind, mode, filters)
-        if name not in self._classes and len(self._classes) >= MAX_CLASSES:
+        if task and name not in self._classes and len(self._classes) >= MAX_CLASSES:
             name = class_of(OTHER, "", mode, filters)
         return name
 
@@ -97,6 +97,11 @@ class Routes:
         """The pool of a request that begins now; "" where none lives."""
         candidates = self.candidates()
         return self._of(request_class).hedge.choose(candidates) if candidates else ""
+
+    def best_of(self, request_class: str, excluded: Collection[str]) -> str:
+        """The pool with the most weight beside those; "" where none lives. The class keeps its own."""
+        hedge = self._of(request_class).hedge
+        return max((pool for pool in self.candidates() if pool not in excluded), key=hedge.weight, default="")
 
     def rate(self, request_class: str, pool: str, context: float, own: Acceptance | None = None) -> float | None:
         """Tokens a second that a stream makes with a pool, as predicted; None while that cannot be told.
@@ -148,6 +153,12 @@ class Routes:
             self._step_s[pool].observe(score.step_s)
         if num_new_tokens and score.forward_s:
             self._prefill_s[pool].observe(score.forward_s / num_new_tokens)
+
+    def alpha(self, pool: str) -> float | None:
+        """What all classes together have shown of a pool; None before the first span."""
+        records = [of_class.pools[pool].acceptance for of_class in self._classes.values() if pool in of_class.pools]
+        num_tested = sum(record.num_tested for record in records)
+        return sum(record.num_accepted for record in records) / num_tested if num_tested else None
 
     def figures(self, pool: str) -> list[RouteFigures]:
         """How a pool does for each class, for people."""

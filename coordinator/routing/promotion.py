@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from math import log, sqrt
 
@@ -78,6 +77,7 @@ class Canary:
         self._pool, self._others = Sample(), Sample()
         self._decided: Promotion | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
     def promotion(self) -> Promotion | None:
@@ -91,9 +91,9 @@ class Canary:
     async def close(self) -> None:
         """Idempotent."""
         if self._watching is not None:
+            self._is_closed = True  # the store's client may swallow what cancels it while it connects
             self._watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watching
+            await asyncio.wait([self._watching])
 
     async def promote(self, pool: str, most: float) -> Promotion | None:
         """Begins to promote a pool up to a share of the sessions, whatever was being promoted; 0 ends it.
@@ -143,9 +143,15 @@ class Canary:
             self._decided = replace(promotion, share=share, status=status)
 
     async def _watch(self) -> None:
-        while True:
-            with suppress(SpecdecError):
+        complaint = ""
+        while not self._is_closed:
+            try:
                 await self.look_at_store()
+                complaint = ""
+            except SpecdecError as error:
+                if error.message != complaint:  # said once, not at every look
+                    complaint = error.message
+                    _log.warning("%s", complaint)
             await asyncio.sleep(POLL_S)
 
     async def look_at_store(self) -> None:

@@ -84,12 +84,16 @@ def save(learner: nn.Module, folder: Path, facts: dict) -> None:
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def load(learner: nn.Module, folder: Path) -> int:
-    """Takes one learner's checkpoint over; returns the steps it was trained for."""
+def load(learner: nn.Module, folder: Path) -> None:
+    """Takes one learner's checkpoint over."""
     stored = load_file(folder / FILES[learner.name])
     with torch.no_grad():
         for name, parameter in learner.tensors().items():
             parameter.copy_(stored[name])
+
+
+def finished_steps(folder: Path) -> int:
+    """That a checkpoint was trained for."""
     return json.loads((folder / "training.json").read_text())["finished_steps"]
 
 
@@ -110,7 +114,11 @@ def main() -> None:
     """Read the command line, train, and save every `--save-every` steps and at the end."""
     arguments = parse()
     torch.set_num_threads(arguments.threads)
-    plan = TrainingPlan(arguments.steps, 0, late_share=1.0, other_lr=2e-3, seed=3 if arguments.resume else 2)
+    steps_before = dict.fromkeys(arguments.only, 0)
+    if arguments.resume:
+        steps_before = {name: finished_steps(arguments.out / name) for name in arguments.only}
+    # Of a run that goes on, other batches than those before.
+    plan = TrainingPlan(arguments.steps, 0, late_share=1.0, other_lr=2e-3, seed=2 + max(steps_before.values()))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.out / "target")
     files = corpus.library_files()
     stream, held_out = (
@@ -119,9 +127,9 @@ def main() -> None:
     )
     rows = torch.from_numpy(held_out[: 32 * plan.row_tokens]).view(32, plan.row_tokens)
     training = HeadTraining(arguments.out, arguments.only, plan, arguments.bf16)
-    steps_before = dict.fromkeys(arguments.only, 0)
     if arguments.resume:
-        steps_before = {name: load(learner, arguments.out / name) for name, learner in training.learners.items()}
+        for name, learner in training.learners.items():
+            load(learner, arguments.out / name)
     batches, started = Batches(stream, plan), time.monotonic()
     for index in range(plan.num_steps):
         told = training.step(batches.at(index)[:, :-1])

@@ -75,6 +75,7 @@ class Launcher:
         arguments += ["--tenant", self._args.tenant]
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         arguments += ["--route", "auto"] if self._args.route == "auto" else []
+        arguments += ["--default-draft-pool", self._served.drafts[0].name] if len(self._served.drafts) > 1 else []
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
 
@@ -130,7 +131,7 @@ class Launcher:
             *own,
             *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
             *("--self-check", args.self_check, *self._limits(role), *self._common()),
-            *(word for kind in args.local_draft if role == "target" for word in ("--local-draft", kind)),
+            *(word for kind in self._served.local_drafts if role == "target" for word in ("--local-draft", kind)),
         ]
 
     def _limits(self, role: str) -> list[str]:

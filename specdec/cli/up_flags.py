@@ -46,6 +46,8 @@ class Models:
     target: str
     drafts: tuple[DraftPool, ...]
     """None for target-only."""
+    local_drafts: tuple[str, ...] = ()
+    """As `--local-draft` takes them."""
 
 
 class _Model(argparse.Action):
@@ -100,7 +102,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--route", default="none", choices=["auto", "none"],
         help="auto: of several draft models, each request gets the one that its kind of requests goes fastest with; "
-        "none: the first one by name, where it asks for none; default none",
+        "none: the first one given, where it asks for none; default none",
     )  # fmt: skip
     parser.add_argument(
         "--tokenizer",
@@ -239,13 +241,17 @@ def models(args: argparse.Namespace) -> Models:
     drafts: tuple[DraftPool, ...] = ()
     if num_drafts(args):
         drafts = _pools_given(args) or draft_pools([str(demo / "draft")], _LOOKUPS)
+    local_drafts = args.local_draft
     if args.ray_address:  # a relative path is another one on another machine
         target, drafts = _elsewhere(target), tuple(replace(pool, model=_elsewhere(pool.model)) for pool in drafts)
-    return Models(target, drafts)
+        specs = parse_local_drafts(local_drafts)
+        local_drafts = tuple(f"{spec.name}={replace(spec, path=_elsewhere(spec.path))}" for spec in specs)
+    return Models(target, drafts, local_drafts)
 
 
 def _elsewhere(model: str) -> str:
-    return str(Path(model).absolute()) if Path(model).exists() else model
+    """The same files from any directory; a hub id, or nothing, stays what it is."""
+    return str(Path(model).absolute()) if model and Path(model).exists() else model
 
 
 def _pools_given(args: argparse.Namespace) -> tuple[DraftPool, ...]:

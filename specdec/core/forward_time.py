@@ -18,6 +18,11 @@ LEAST_KEPT = 0.25
 PRIOR_SPREAD = 4.0
 PRIOR_CONTEXT_SPREAD = 256.0**2
 
+#: A token's own way through a model takes at least as long as its attention to so many others. Of a model of width H it
+#: has 12 H^2 multiplications a layer or more, and 2 H for each token attended to: as many as for 6 H of them, and H is
+#: hundreds; the rest is for attention that is less well computed.
+LEAST_CONTEXT_PER_TOKEN = 64.0
+
 
 def keep_after(keep: float, elapsed: int) -> float:
     """Share of a record that is left `elapsed` rounds later."""
@@ -85,9 +90,13 @@ class ForwardTime:
     def scaled(self, tokens: float, context: float) -> float:
         """Seconds at most, where no time grows faster than in proportion: the mean observation scaled up, never down.
 
-        What `predict` takes for the slope of something that hardly changed so far may be 0.
+        What `predict` takes for the slope of something that hardly changed so far may be 0. Context beyond what the
+        observations had for as many tokens is charged at most as their tokens were (`LEAST_CONTEXT_PER_TOKEN`).
         """
-        return self._y * max(1.0, tokens / max(1.0, self._x), context / max(1.0, self._c))
+        seen_tokens = max(1.0, self._x)
+        growth = max(1.0, tokens / seen_tokens)
+        more_context = max(0.0, context - growth * self._c)
+        return self._y * (growth + more_context / (self._c + LEAST_CONTEXT_PER_TOKEN * seen_tokens))
 
     def _fitted(self) -> tuple[float, float, float]:
         if self._fit is None:

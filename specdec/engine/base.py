@@ -84,6 +84,8 @@ class ModelShape:
     """None: it has no KV blocks (a table, a simulation)."""
     local_drafts: tuple[str, ...] = ()
     """Names of what it can draft with by itself."""
+    local_gammas: tuple[int, ...] = ()
+    """Of each: most tokens that a draft can have, 0 for as many as are asked for. () where that is so of all."""
 
 
 class WorkerLost(Unavailable):

@@ -39,6 +39,7 @@ from specdec.engine.model.checkpoint_model import (
     pool_blocks,
     quietly,
 )
+from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.int8_projection import Int8Projection
@@ -135,7 +136,7 @@ def load_worker(
             loaded, directory, token_to_id, blocks, context, torch_device, layout,
             num_head_rows=loaded.get_output_embeddings().weight.shape[0], is_int8=is_int8,
         )  # fmt: skip
-        shape = replace(shape, local_drafts=drafting.names)
+        shape = replace(shape, local_drafts=drafting.names, local_gammas=drafting.gammas)
         _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
                   shape.max_context_tokens)  # fmt: skip
         library = _native_library(compiling, loaded)
@@ -236,6 +237,7 @@ def _load_model(
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     if not model_class._supports_attention_backend:
         raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
+    settle_cuda()
     register_attention()
     register_probe()
     try:

@@ -37,6 +37,11 @@ class LocalDrafting:
     heads: Mapping[str, DraftHead] = field(default_factory=dict)
 
     @property
+    def gammas(self) -> tuple[int, ...]:
+        """Most draft tokens of each, 0 for as many as are asked for."""
+        return tuple(self.heads[name].max_draft_tokens if name in self.heads else 0 for name in self.names)
+
+    @property
     def layers(self) -> list[LayerShape]:
         """What is cached for heads, after the model's own layers."""
         return [shape for head in self.heads.values() for shape in layers_of(head)]

@@ -150,7 +150,7 @@ def encode_engine_info(engine_info: EngineInfo) -> common_pb2.EngineInfo:
 def decode_engine_info(message: common_pb2.EngineInfo) -> EngineInfo:
     """The inverse of `encode_engine_info`."""
     values: dict[str, Any] = {name: getattr(message, name) for name in _ENGINE_INFO_FIELDS}
-    lists = {"eos_token_ids": tuple(message.eos_token_ids), "local_drafts": tuple(message.local_drafts)}
+    lists = {name: tuple(values[name]) for name in ("eos_token_ids", "local_drafts", "local_gammas")}
     return EngineInfo(**{**values, **lists})
 
 

@@ -41,6 +41,7 @@ _SUBCOMMANDS = {
 _MAX_FIELDS = 1 << 16
 _MAX_FIELD_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 32
+_MAX_LINE_BYTES = 1 << 10
 
 _STRIP_LUA = """
 local call, globals = redis.call, _G
@@ -117,9 +118,18 @@ class _Connection(TCPFakeRequestHandler):
         with suppress(OSError):
             try:
                 while (command := _read_command(self.rfile)) is not None:
-                    self.writer.dump(self._answer(command))
+                    self._send(self._answer(command))
             except _Malformed as error:
                 self.writer.dump(ResponseError(f"Protocol error: {error}"))
+
+    def _send(self, answer: Any) -> None:
+        """Long texts with their length before them: fakeredis ends them with a line's end, for which readers look only
+        so far."""
+        if isinstance(answer, bytes) and len(answer) > _MAX_LINE_BYTES:
+            self.writer.write(b"$%d\r\n%b\r\n" % (len(answer), answer))
+            self.wfile.flush()
+        else:
+            self.writer.dump(answer)
 
     def _answer(self, command: list[bytes]) -> Any:
         refusal = _refusal(command)

@@ -12,11 +12,15 @@ import json
 from dataclasses import asdict
 
 from specdec.errors import Internal
+from specdec.pool_names import is_pool_name
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import promotion_key
 from specdec.state.store import Promotion, PromotionStatus
 
 _ANY, _NONE = "*", ""
+
+#: Of a record; ours have less, whatever characters their pool's name is of.
+_MAX_BYTES = 1024
 
 
 class RedisPromotions:
@@ -51,12 +55,14 @@ def _read(value: bytes | None) -> Promotion | None:
     if not value:
         return None
     try:
-        fields = json.loads(value)
+        fields = json.loads(value) if len(value) <= _MAX_BYTES else {}
+        if not isinstance(fields["pool"], str):
+            raise TypeError("a pool's name is text")
         promotion = Promotion(
-            str(fields["pool"]), float(fields["share"]), float(fields["most"]), PromotionStatus(fields["status"])
+            fields["pool"], float(fields["share"]), float(fields["most"]), PromotionStatus(fields["status"])
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise Internal("the store's promotion of a draft pool cannot be read; promote one anew") from error
-    if not (promotion.pool and 0.0 < promotion.share <= promotion.most <= 1.0):
+    if not (is_pool_name(promotion.pool) and 0.0 < promotion.share <= promotion.most <= 1.0):
         raise Internal("the store's promotion of a draft pool is out of its range; promote one anew")
     return promotion

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable
 from math import exp
 
 import numpy as np
 import pytest
 
-from coordinator.routing.promotion import LOOKS, STAGES, Canary, Sample, is_worse, next_share
+from coordinator.routing.promotion import LEAST_TOKENS, LOOKS, STAGES, Canary, Sample, is_worse, next_share
 from specdec.errors import Internal
+from specdec.pool_names import MAX_POOL_NAME_CHARS
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Promotion, PromotionStatus
+from tests.support.redis_fixture import RedisServer
 
 SPREAD = 0.2
 
@@ -46,6 +50,13 @@ async def follow(canary: Canary, generator: np.random.Generator, *, slower: floa
     return seen
 
 
+async def eventually(condition: Callable[[], bool]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+
+
 async def test_a_pool_that_is_as_good_comes_to_all_sessions_share_by_share(store: RedisSessionStore) -> None:
     canary = Canary(store.promotions())
     await canary.promote("new", 1.0)
@@ -60,6 +71,16 @@ async def test_a_pool_that_is_slower_goes_back_by_itself(store: RedisSessionStor
     await canary.promote("new", 1.0)
     assert await follow(canary, np.random.default_rng(1), slower=0.4) == [(0.01, "running"), (0.01, "rolled_back")]
     assert not any(canary.pool_of(f"s{index}") for index in range(1000))
+
+
+async def test_short_requests_and_those_of_a_promotion_before_are_not_compared(store: RedisSessionStore) -> None:
+    canary = Canary(store.promotions())
+    await canary.promote("new", 1.0)
+    for _ in range(100):
+        canary.observe("old", 100, 1e4)
+        canary.observe("new", LEAST_TOKENS - 1, 1e4)
+        canary.observe("", LEAST_TOKENS - 1, 1e-4)
+    assert (await follow(canary, np.random.default_rng(1)))[-1] == (1.0, "done")
 
 
 def test_an_equal_pool_goes_back_by_chance_less_often_than_once_in_a_hundred_promotions() -> None:
@@ -97,21 +118,104 @@ async def test_coordinators_share_a_promotion_and_one_that_starts_later_goes_on_
     assert first.promotion is None
 
 
+async def write(store: RedisSessionStore, record: bytes) -> None:
+    """Puts there what no coordinator wrote."""
+    await store._connection.run_command("SET", f"specdec:{store._tenant}:promotion", record)
+
+
 async def test_a_record_that_is_none_is_refused_by_name_and_can_be_replaced(store: RedisSessionStore) -> None:
     canary = Canary(store.promotions())
     for record in (
         b"{",
         b"[]",
+        b"\xff",
+        b"[" * 100_000,
         b'{"pool": "", "share": 1, "most": 1, "status": "done"}',
         b'{"pool": "a", "share": 2, "most": 1, "status": "done"}',
+        b'{"pool": "a", "share": NaN, "most": 1, "status": "done"}',
+        b'{"pool": "a", "share": 1' + b"0" * 400 + b', "most": 1, "status": "done"}',
+        b'{"pool": "\\ud800", "share": 1, "most": 1, "status": "done"}',
+        b'{"pool": "\\u001b[2J", "share": 1, "most": 1, "status": "done"}',
+        b'{"pool": "' + b"a" * 1_000_000 + b'", "share": 1, "most": 1, "status": "done"}',
+        b'{"pool": {"a": 1}, "share": 1, "most": 1, "status": "done"}',
+        b'{"pool": "a", "share": 1, "most": 1, "status": ["done"]}',
     ):
-        await store._connection.run_command("SET", f"specdec:{store._tenant}:promotion", record)
+        await write(store, record)
         with pytest.raises(Internal, match="promote one anew"):
             await canary.look_at_store()
         assert await canary.promote("new", 1.0) is not None
+
+
+async def test_a_pool_of_the_longest_name_is_promoted(store: RedisSessionStore) -> None:
+    name, canary = "\N{EVERGREEN TREE}" * MAX_POOL_NAME_CHARS, Canary(store.promotions())
+    await Canary(store.promotions()).promote(name, 1.0)
+    await canary.look_at_store()
+    assert canary.promotion == Promotion(name, 0.01, 1.0, PromotionStatus.RUNNING)
+
+
+async def test_a_record_that_is_none_is_told_once_and_what_follows_it_is_followed(
+    store: RedisSessionStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.01)
+    await write(store, b"[" * 100_000)
+    canary = Canary(store.promotions())
+    canary.start()
+    async with asyncio.timeout(20):
+        await eventually(lambda: bool(caplog.records))
+        await asyncio.sleep(0.1)
+        await store.promotions().put(Promotion("new", 0.01, 1.0, PromotionStatus.RUNNING))
+        await eventually(lambda: canary.promotion is not None)
+    await canary.close()
+    assert [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()] == [
+        "the store's promotion of a draft pool cannot be read; promote one anew"
+    ]
 
 
 def test_shares_end_at_what_was_asked_for() -> None:
     assert [next_share(share, 1.0) for share in (0.0, 0.01, 0.05, 0.25)] == [0.01, 0.05, 0.25, 1.0]
     assert next_share(0.0, 0.005) == 0.005
     assert next_share(0.01, 0.03) == 0.03
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+async def test_whatever_it_is_at_it_ends_when_it_is_closed(
+    redis_server: RedisServer, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.0)
+    store = open_store(redis_server.url)
+    canary = Canary(store.promotions())
+    canary.start()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(canary.close())
+    done, _ = await asyncio.wait([closing], timeout=20)
+    assert done, "it goes on for ever"
+    await store.close()
+
+
+async def test_what_was_decided_while_the_store_stood_still_is_told_once_it_moves(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.01)
+    store = open_store(redis_server.url, tenant=f"t{secrets.token_hex(4)}")
+    canary, num_tasks = Canary(store.promotions()), len(asyncio.all_tasks())
+    await canary.promote("new", 1.0)
+    canary.start()
+    generator = np.random.default_rng(1)
+    redis_server.signal(signal.SIGSTOP)
+    try:
+        for _ in range(20):
+            await ask(canary, generator, 500, slower=0.4)
+            assert canary.pool_of("s") in ("", "new")
+            await asyncio.sleep(0.15)  # beyond what one command waits for
+        assert canary.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.RUNNING)
+        assert len(asyncio.all_tasks()) <= num_tasks + 3
+    finally:
+        redis_server.signal(signal.SIGCONT)
+    async with asyncio.timeout(30):
+        await eventually(lambda: canary.promotion.status is not PromotionStatus.RUNNING)
+    later = Canary(store.promotions())
+    await later.look_at_store()
+    assert canary.promotion == later.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.ROLLED_BACK)
+    await canary.close()
+    await store.close()

@@ -54,6 +54,12 @@ def test_each_model_is_a_pool_and_a_request_is_drafted_by_the_one_it_names(endpo
     assert (num_accepted, pools) == (0, set())
 
 
+def test_a_request_that_names_no_pool_gets_the_model_that_was_given_first(endpoint: str) -> None:
+    num_accepted, pools = accepted(endpoint, "")
+    assert num_accepted > 12
+    assert pools - {"suffix"} == {"good"}
+
+
 def test_an_unknown_pool_is_refused_and_told_which_there_are(endpoint: str) -> None:
     with pytest.raises(SpecdecError, match=r"there are 8b-0.6b-alpha-0.0, good, suffix") as caught:
         accepted(endpoint, "better")
@@ -96,6 +102,22 @@ def test_each_kind_of_requests_gets_the_pool_that_is_good_at_it_and_pools_shows_
         assert route["weight"] > 0.6
     shown = specdec("pools", "--endpoint", routed).stdout
     assert shown.count("chosen") == 2
+
+
+def test_a_long_text_leaves_in_mid_stream_the_pool_that_it_began_with_and_is_bad_at_it(routed: str) -> None:
+    with Client(routed) as client:
+        result = client.generate(
+            prompt_token_ids=[5, 6, 7], max_new_tokens=400, temperature=0.0, ignore_eos=True, gamma=None, seed=8,
+            task="never seen before", provenance=True,
+        )  # fmt: skip
+        alone = client.generate(
+            prompt_token_ids=[5, 6, 7], max_new_tokens=400, temperature=0.0, ignore_eos=True, seed=8, mode="off",
+        )  # fmt: skip
+    assert result.token_ids == alone.token_ids
+    pools = [detail.draft_pool for detail in result.details if detail.draft_pool]
+    first = pools.index("b-even")
+    assert 0 < first < 150
+    assert set(pools[first:]) == {"b-even"}
 
 
 def test_promote_says_how_it_stands_and_refuses_what_is_no_pool(routed: str) -> None:

@@ -176,7 +176,7 @@ async def test_greedy_output_with_local_drafts_is_hugging_faces(
     worker = load(directory, backend, specs)
     oracle = TargetAlone(directory)
     generator = np.random.default_rng(7)
-    prompts = [generator.integers(2, worker.shape.vocabulary_size, 3 + 5 * index).tolist() for index in range(6)]
+    prompts = [generator.integers(2, worker.shape.vocabulary_size, 3 + 5 * index).tolist() for index in range(10)]
     expected = [await asyncio.to_thread(oracle.greedy, prompt, 32) for prompt in prompts]
     num_accepted = {}
     async with ModelStack(directory, worker, {}) as stack:

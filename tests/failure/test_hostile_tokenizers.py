@@ -37,6 +37,10 @@ def set_to(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda settings: settings.__setitem__(name, value)
 
 
+def replacement(text: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no decoder": set_to("decoder", None),
     "another decoder": set_to("decoder", {"type": "WordPiece", "prefix": "##", "cleanup": True}),
@@ -45,6 +49,14 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no model": set_to("model", None),
     "a normalizer that breaks": set_to("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
     "an empty vocabulary": lambda settings: settings["model"].update(vocab={}, merges=[]),
+    "a token of a megabyte": lambda settings: settings["model"]["vocab"].update({"a" * 1_000_000: 700}),
+    "a decoder that makes much of little": set_to(
+        "decoder", {"type": "Sequence", "decoders": [replacement("e", "e" * 1_000_000), replacement("▁", " ")]}
+    ),
+    "a decoder that doubles": set_to(
+        "decoder", {"type": "Sequence", "decoders": [*[replacement("e", "ee")] * 30, replacement("▁", " ")]}
+    ),
+    "a decoder that goes on": set_to("decoder", {"type": "Sequence", "decoders": [replacement("▁", " ")] * 100_000}),
     "an id beyond all": lambda settings: settings["model"]["vocab"].update({"▁the": 4_000_000_000}),
 }
 

@@ -8,23 +8,27 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from coordinator.replicas import liveness
 from coordinator.replicas.replica import TargetReplica
+from specdec.engine.loop import device_loop
 from specdec.rpc.status import from_rpc_error
-from specdec.types import EngineInfo
+from specdec.types import EngineInfo, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     PROMPT,
+    TARGET,
     Rig,
     Service,
     eventually,
     read_rest,
     read_until,
     request,
+    start_service,
     started_coordinator,
 )
 from tests.support.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
@@ -185,4 +189,60 @@ async def test_a_call_that_takes_long_stays_where_it_is_as_long_as_its_replica_a
         assert (await generating).token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
         # The other one has not been tried.
         assert sorted(bool(service.worker.steps) for service in rig.services) == [False, True]
+        watcher.cancel()
+
+
+class Deaf:
+    """An engine that says what it is, and takes every call, and answers none."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.num_asked = 0
+        self.hears = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def verify(self, request: VerifyRequest) -> Verification:
+        self.num_asked += 1
+        await self.hears.wait()
+        verification: Verification = await self._engine.verify(request)
+        return verification
+
+
+async def test_sessions_leave_a_target_that_is_well_but_for_its_calls_and_new_ones_avoid_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(device_loop, "NO_STEP_PATIENCE_S", 0.2)
+    made: list[Deaf] = []
+
+    def between(engine: Any) -> Deaf:
+        made.append(Deaf(engine))
+        return made[-1]
+
+    async with Rig(targets=1, drafts=0) as rig:
+        rig.services.append(await start_service(TARGET, salt=0, between=between))
+        await _warm(rig)
+        coordinator = await rig.coordinator()
+        (deaf,) = made
+        watcher = asyncio.create_task(liveness.watch_targets(coordinator.pools))
+        async with asyncio.timeout(_PATIENCE_S):
+            outputs = await asyncio.gather(*(coordinator.generate(request([5, 6, 2 + i])) for i in range(4)))
+        num_asked = deaf.num_asked
+        assert num_asked > 0
+        for index, output in enumerate(outputs):
+            assert output.token_ids == rig.target.worker.greedy_continuation([5, 6, 2 + index], 24)
+        # It describes itself as well as ever, which is not enough now.
+        await coordinator.pools.poll()
+        await asyncio.gather(*(coordinator.generate(request([7, 6, 2 + i])) for i in range(4)))
+        assert deaf.num_asked == num_asked
+        # Once it is asked again, and answers, it is one like the others.
+        deaf.hears.set()
+        (replica,) = (replica for replica in coordinator.pools.targets() if replica.lateness.is_marked)
+        async with asyncio.timeout(_PATIENCE_S):
+            while replica.lateness.is_marked:
+                await asyncio.gather(*(coordinator.generate(request([8, 6, 2 + i])) for i in range(4)))
+                await coordinator.pools.poll()
+        assert deaf.num_asked > num_asked
         watcher.cancel()

@@ -47,13 +47,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=overrides)
 
 
+@pytest.mark.parametrize("attention", ["paged", "gathered"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_steps_of_any_mixture_equal_eager_ones(
-    dtype: str, mixed: Path, caplog: pytest.LogCaptureFixture
+    dtype: str, attention: str, mixed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, logger="specdec")
-    pair = Pair(mixed, capture=CudaCapture(CUDA), device="cuda:0", dtype=dtype, atol=ATOL[dtype])
-    print(*(message for message in caplog.messages if "attention" in message), sep="\n")
+    caplog.set_level(logging.INFO, logger="specdec")
+    pair = Pair(mixed, capture=CudaCapture(CUDA), device="cuda:0", dtype=dtype, atol=ATOL[dtype], attention=attention)
+    assert f"with {attention} attention" in caplog.text
     check_ragged_steps(pair)
 
 
@@ -87,7 +88,8 @@ def test_nan_of_a_former_owner_reaches_nobody(mixed: Path) -> None:
 def test_a_service_starts_with_recorded_steps_by_default(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     load(mixed, "auto", device="cuda:0")
-    assert any(message.startswith("captured ") for message in caplog.messages)
+    (message,) = (message for message in caplog.messages if message.startswith("captured "))
+    assert "with paged attention" in message
 
 
 def test_a_step_that_cannot_be_recorded_leaves_the_device_usable() -> None:

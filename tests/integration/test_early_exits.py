@@ -114,6 +114,8 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(llama: Path,
     assert "(32, 64)" in refusal("narrow.safetensors", {"weight": weight[:32].clone(), "bias": bias})
     assert "not weight (64, 64) and bias (64,)" in refusal("partial.safetensors", {"weight": weight})
     assert "not finite" in refusal("nan.safetensors", {"weight": weight * float("nan"), "bias": bias})
+    many = {f"tensor {index}": torch.zeros(1) for index in range(2000)}
+    assert len(refusal("many.safetensors", many)) < 600
     assert "is for 3 layers" in refusal("other.safetensors", {"weight": weight, "bias": bias}, "3")
 
 

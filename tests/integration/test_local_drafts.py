@@ -113,6 +113,31 @@ async def test_a_target_without_the_local_draft_takes_over_in_mid_stream() -> No
         rig.services.remove(first)
 
 
+@pytest.mark.parametrize("gamma", [None, 5])
+async def test_no_more_draft_tokens_are_asked_for_than_a_target_says_that_it_drafts(gamma: int | None) -> None:
+    """As heads that draft one token each: of two targets, the one with fewer counts."""
+    async with Rig(drafts=0) as rig:
+        asked_for: list[int] = []
+
+        def noted(engine: Any) -> Any:
+            verify = engine.verify
+
+            async def note(asked: VerifyRequest) -> Verification:
+                if asked.local_draft is not None:
+                    asked_for.append(asked.local_draft.gamma)
+                return await verify(asked)
+
+            engine.verify = note
+            return engine
+
+        own = {"salt": 0, "local_drafts": {"other": 1, **LOCAL}, "between": noted}
+        rig.services = [await start_service("target", local_gammas=gammas, **own) for gammas in ((0, 3), (1, 2))]
+        coordinator = await rig.coordinator()
+        output = await coordinator.generate(request(gamma=gamma, draft_pool="early-exit", max_new_tokens=40))
+        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 40)
+        assert max(asked_for) == 2
+
+
 async def test_pools_that_targets_draft_in_are_told_with_what_they_have_shown() -> None:
     async with Rig(drafts=0, local_drafts=LOCAL) as rig:
         coordinator = await rig.coordinator()

@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from coordinator.routing.classes import MAX_CLASSES
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, Service, read_rest, request, start_service
@@ -65,7 +66,40 @@ async def test_a_pool_that_was_never_used_is_known_by_its_scores() -> None:
         assert routes["b_good"][name].alpha == pytest.approx(1.0)
         assert 0.0 < routes["a_poor"][name].alpha < 0.9
         assert (routes["b_good"][name].share, routes["a_poor"][name].share) == (0.0, pytest.approx(1.0))
+        pools = {pool.name: pool for pool in (await coordinator.stub.GetInfo(pb.GetInfoRequest())).pools}
+        for pool in routes:  # of all its classes, of which there is one
+            assert pools[pool].alpha == pytest.approx(routes[pool][name].alpha)
         assert routes["b_good"][name].weight + routes["a_poor"][name].weight == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "least"),
+    [
+        ({"temperature": 0.0, "frequency_penalty": 1.5, "logit_bias": {3: 2.0}}, 1.0),
+        ({"temperature": 1.0, "mode": pb.SPECULATION_MODE_COUPLED}, 1.0),
+        ({"temperature": 1.0, "mode": pb.SPECULATION_MODE_REJECTION}, 0.97),
+        ({"temperature": 1.0, "mode": pb.SPECULATION_MODE_BLOCK, "presence_penalty": 1.0, "top_k": 8}, 0.97),
+    ],
+    ids=["greedy with penalties", "coupled", "rejection", "block with penalties"],
+)
+async def test_a_pool_of_the_targets_own_model_is_scored_as_such_in_every_mode(
+    asked: dict[str, Any], least: float
+) -> None:
+    """Through several spans and a second turn: position, seed, turn and filters are those that the text was drawn with.
+    What of q is cut off is all that is lost."""
+    async with Rig(drafts=0) as rig:
+        await add_drafts(rig, a_poor=None, b_good=LEFT[0])
+        coordinator = await rig.coordinator(routes=True)
+        for turn in range(2):
+            wanted = request(LEFT, session_id="s", gamma=2, max_new_tokens=150, seed=5, **asked)
+            wanted.speculation.task = f"turn {turn}"
+            await coordinator.generate(wanted)
+            await coordinator.scores_settled()
+        routes = await routes_of(coordinator)
+        alphas = {name.partition("/")[0]: route.alpha for name, route in routes["b_good"].items()}
+        assert set(alphas) == {"turn 0", "turn 1"}
+        assert min(alphas.values()) >= least - 1e-6, alphas
+        assert max(route.alpha for route in routes["a_poor"].values()) < 0.95
 
 
 async def test_a_request_that_names_its_pool_keeps_it_and_one_without_speculation_has_none() -> None:
@@ -102,6 +136,18 @@ async def test_where_the_chosen_pool_is_killed_in_mid_stream_another_one_goes_on
         assert "b" in {detail.draft_pool for detail in output.details}
 
 
+async def test_where_a_session_outgrows_its_pools_context_another_one_goes_on() -> None:
+    async with Rig(drafts=0) as rig:
+        for pool, context in (("a", 40), ("b", 40), ("c", 512)):
+            rig.services.append(await start_service("draft", salt=1, pool=pool, context=context))
+        coordinator = await rig.coordinator(routes=True)
+        output, pools = await ask(coordinator, max_new_tokens=120, gamma=2)
+        assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, 120)
+        assert "c" in pools
+        # A round for each pool that was outgrown, and the last one, which leaves no room for a draft.
+        assert output.finished.stats.num_target_only_steps <= 4
+
+
 async def test_the_alpha_of_a_pools_scores_is_the_one_that_it_has_when_it_is_used() -> None:
     """At T = 1, of 24 texts each of 48 tokens: the standard error of the difference is below 0.03, so that one in 10^5
     runs of a right build would be 0.13 apart; seeds are fixed. The exact identity, and what p and q swapped do to it,
@@ -126,6 +172,17 @@ async def test_a_kind_of_prompt_is_its_class_where_the_request_has_no_label() ->
         coordinator = await rig.coordinator(routes=True)
         await ask(coordinator, PROMPT)
         assert set((await routes_of(coordinator))["a"]) == {"prose/rejection/greedy"}
+
+
+async def test_labels_beyond_the_limit_are_one_class_and_requests_without_one_keep_theirs() -> None:
+    async with Rig(drafts=0) as rig:
+        await add_drafts(rig, a=None, b=None)
+        coordinator = await rig.coordinator(routes=True)
+        for index in range(MAX_CLASSES + 20):
+            await ask(coordinator, task=f"task {index}", max_new_tokens=2)
+        await ask(coordinator, PROMPT, max_new_tokens=40)
+        names = {name.partition("/")[0] for name in (await routes_of(coordinator))["a"]}
+        assert names == {*(f"task {index}" for index in range(MAX_CLASSES)), "other", "prose"}
 
 
 async def test_a_promoted_pool_drafts_for_its_share_of_the_sessions_through_every_coordinator() -> None:

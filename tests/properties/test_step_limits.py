@@ -23,9 +23,11 @@ class Device(NamedTuple):
         return self.fixed_s + self.token_s * (load.num_tokens + load.num_prefill_tokens) + self.pair_s * pairs
 
 
+#: The narrowest model there is attends to 64 tokens in the time of one token more.
 _DEVICES = st.builds(
-    Device, st.sampled_from([1e-4, 5e-3, 0.5]), st.sampled_from([1e-5, 1e-3, 0.1]), st.sampled_from([0.0, 1e-8, 1e-5])
-)
+    lambda fixed_s, token_s, context_share: Device(fixed_s, token_s, token_s * context_share),
+    st.sampled_from([1e-4, 5e-3, 0.5]), st.sampled_from([1e-5, 1e-3, 0.1]), st.sampled_from([0.0, 1 / 6000, 1 / 64]),
+)  # fmt: skip
 
 #: What a target runs before it says SERVING.
 _WARM_UP = (StepLoad().with_prefill(33, 0), StepLoad(2, 31), StepLoad(2, 31))
@@ -58,3 +60,15 @@ def test_a_step_like_those_before_is_limited_by_what_they_took(device: Device, l
     for _ in range(3):
         times.observe(load, device.step_s(load))
     assert times.step_s(load) <= 1.01 * device.step_s(load)
+
+
+@settings(deadline=None)
+@given(_DEVICES, st.integers(1, 20), st.sampled_from([100, 512, 2048]))
+def test_a_prompt_on_a_device_that_hangs_is_not_waited_for_much_longer_than_its_tokens_could_take(
+    device: Device, num_turns: int, num_tokens: int
+) -> None:
+    times = StepTimes()
+    for load in (*_WARM_UP, *(StepLoad(5, 100),) * num_turns):
+        times.observe(load, device.step_s(load))
+    slowest_token_s = max(device.step_s(load) / load.num_tokens for load in (_WARM_UP[-1], StepLoad(5, 100)))
+    assert times.step_s(StepLoad().with_prefill(num_tokens, 0)) <= slowest_token_s * num_tokens * (2 + num_tokens / 64)

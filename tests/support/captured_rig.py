@@ -39,14 +39,17 @@ class CountedCapture:
     Without another one inside, steps are not recorded but called again: all of captured steps but the recording.
     """
 
-    def __init__(self, inner: Capture | None = None) -> None:
+    def __init__(self, inner: Capture | None = None, *, warms_up: bool = True) -> None:
+        """warms_up: whether a step is run when it would be recorded; it may be slow."""
         self._inner = inner
+        self._warms_up = warms_up
         self.num_recorded = 0
         self.num_replays = 0
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         if self._inner is None:
-            step()  # as a recording does, to warm up
+            if self._warms_up:
+                step()
             run_again = step
         else:
             run_again = self._inner(step)
@@ -86,6 +89,12 @@ class Tape(TorchDispatchMode):
             raise RuntimeError(f"{operation} cannot be recorded")
         result = operation(*args, **kwargs)
         self._operations.append((operation, args, kwargs, result))
+        return result
+
+    def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls what PyTorch knows nothing of, and has it on the tape."""
+        result = function(*args, **kwargs)
+        self._operations.append((function, args, kwargs, result))
         return result
 
     def replay(self) -> None:
@@ -154,10 +163,13 @@ class Pair:
         atol: float = 1e-4,
         device: str = "cpu",
         dtype: str = "float32",
+        attention: str | None = None,
     ) -> None:
-        self.capture = CountedCapture(capture)
+        self.capture = capture if isinstance(capture, CountedCapture) else CountedCapture(capture)
         self.eager = load(model, "eager", device=device, dtype=dtype)
-        self.captured = load(model, device=device, dtype=dtype, capture=self.capture, row_counts=widths)
+        self.captured = load(
+            model, device=device, dtype=dtype, capture=self.capture, row_counts=widths, attention=attention
+        )
         self.tables = self._tables()
         self._atol = atol
 
@@ -176,7 +188,7 @@ class Pair:
         return actual
 
 
-def check_ragged_steps(pair: Pair) -> None:
+def check_ragged_steps(pair: Pair, num_steps: int = 20) -> None:
     """Four sequences of very different contexts, in steps of any mixture of widths, block by block."""
     rng = random.Random(2)
     done = [560, 40, 3, 0]
@@ -184,7 +196,7 @@ def check_ragged_steps(pair: Pair) -> None:
     for tokens, length, table in zip(sequences, done, pair.tables, strict=True):
         if length:
             pair.run(piece(tokens, 0, length, table, 0), is_captured=length <= max(WIDTHS))
-    for _ in range(20):
+    for _ in range(num_steps):
         chosen = sorted(rng.sample(range(4), rng.randint(1, 4)))
         slices = []
         for index in chosen:

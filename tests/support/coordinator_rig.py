@@ -100,10 +100,11 @@ async def start_service(
     between: Callable[[Any], Any] = lambda engine: engine,
     predraft: Predraft = Predraft.OFF,
     local_drafts: Mapping[str, int] = MappingProxyType({}),
+    local_gammas: tuple[int, ...] = (),
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt,
-                         vocabulary=vocabulary, local_drafts=local_drafts)  # fmt: skip
+                         vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas)  # fmt: skip
     options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma)
     engine = Proposer(worker, options, DraftOptions(predraft=predraft)) if role == DRAFT else Verifier(worker, options)
     metrics = EngineMetrics("table", role=role)

@@ -32,9 +32,10 @@ class TableWorker(Worker):
         salt: int = 0,
         vocabulary: str = "table",
         local_drafts: Mapping[str, int] = MappingProxyType({}),
+        local_gammas: tuple[int, ...] = (),
     ) -> None:
         """`salt` makes another model; equal parameters make the same one. `vocabulary` is only told. `local_drafts`:
-        the salts of what it can draft with by itself."""
+        the salts of what it can draft with by itself; `local_gammas` is told."""
         self.shape = ModelShape(
             vocabulary_size=vocabulary_size,
             max_context_tokens=context,
@@ -46,6 +47,7 @@ class TableWorker(Worker):
             device="cpu",
             kv_layout=KvLayout("slots", (BLOCK_TOKENS * 16,)),
             local_drafts=tuple(local_drafts),
+            local_gammas=local_gammas,
         )
         self._local_salts = dict(local_drafts)
         self.steps: list[StepPlan] = []

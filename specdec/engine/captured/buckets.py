@@ -40,26 +40,28 @@ class ContextSteps:
 
     first_tokens: int
     growth: int
-    most_tokens: int | None
-    """Of all sequences of a bucket together; None: any number."""
+    most_tokens: int
+    """Of all sequences of a bucket together."""
 
 
 class Buckets:
     """All buckets of a service."""
 
-    def __init__(self, widths: Iterable[int], steps: ContextSteps, max_context_tokens: int) -> None:
+    def __init__(self, widths: Iterable[int], steps: ContextSteps | None, max_context_tokens: int) -> None:
         """
         Args:
             widths: rows of one sequence that steps have, such as 1 for a draft step, gamma + 1 for a verification.
-            steps: the contexts.
+            steps: the contexts; None: one bucket serves any.
             max_context_tokens: of one sequence; at least 1.
         """
         most_blocks = -(-max_context_tokens // BLOCK_TOKENS)
-        contexts = []
-        num_blocks = steps.first_tokens // BLOCK_TOKENS
-        while num_blocks < most_blocks:
-            contexts.append(num_blocks)
-            num_blocks *= steps.growth
+        contexts, most_tokens = [], None
+        if steps is not None:
+            most_tokens = steps.most_tokens
+            num_blocks = steps.first_tokens // BLOCK_TOKENS
+            while num_blocks < most_blocks:
+                contexts.append(num_blocks)
+                num_blocks *= steps.growth
         contexts.append(most_blocks)
         self._buckets = [
             bucket
@@ -67,7 +69,7 @@ class Buckets:
             for num_sequences in _NUM_SEQUENCES
             for width in sorted(widths)
             if (bucket := Bucket(num_sequences, width, num_blocks)).num_rows <= _MOST_ROWS
-            and (steps.most_tokens is None or num_sequences * num_blocks * BLOCK_TOKENS <= steps.most_tokens)
+            and (most_tokens is None or num_sequences * num_blocks * BLOCK_TOKENS <= most_tokens)
         ]
 
     def largest_first(self) -> list[Bucket]:

@@ -1,8 +1,8 @@
 """Attention of a captured step: which keys its rows see, found on the device from the step's own numbers.
 
 `GatheredAttention` copies the blocks of a bucket's contexts together and masks what is not visible: an eager step's
-attention, on any device, at the price of the longest context that the bucket holds. `engine.captured.varlen_attention`
-reads the blocks where they lie, where that works. Called by `engine.captured.steps`.
+attention, on any device, at the price of the longest context that the bucket holds. `engine.captured.paged_attention`
+reads the blocks where they lie, where Triton is. Called by `engine.captured.steps`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class StaticAttention(Protocol):
     """How the rows of captured steps attend."""
 
     name: str
-    context_steps: ContextSteps
+    context_steps: ContextSteps | None
+    """Contexts whose steps are recorded apart; None: one recording serves any."""
+    packs_tables: bool
+    """Whether block tables are wanted one after the other, none longer than its context, or as a rectangle."""
 
     def lay_out(self, inputs: StaticInputs) -> tuple[StepBatch, RowContext]:
         """What the forward pass of a step takes. Runs within the step: what it makes is made again by each replay."""
@@ -37,7 +40,8 @@ class GatheredAttention:
     name = "gathered"
     # Copying a context four times too long is a few percent of a step of one sequence of a large model; of many
     # sequences it would be most of it, and the copies need room.
-    context_steps = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
+    context_steps: ContextSteps | None = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
+    packs_tables = False
 
     def __init__(self, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:
         self._cache = cache
@@ -60,7 +64,9 @@ class GatheredAttention:
 
     def _view(self, kind: AttentionKind, inputs: StaticInputs) -> KvView:
         """The blocks that sequences see under one kind, and which of their keys each row sees."""
-        positions, tables = inputs.on_device.positions, inputs.on_device.tables
+        positions = inputs.on_device.positions
+        B, N = inputs.bucket.num_sequences, inputs.bucket.num_blocks
+        tables = inputs.on_device.tables[: B * N].view(B, N)
         num_blocks = tables.shape[1]
         first_blocks = torch.zeros_like(positions[:, :1])  # [B, 1]
         if kind.window is not None:

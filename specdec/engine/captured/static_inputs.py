@@ -55,28 +55,41 @@ class _Columns(NamedTuple, Generic[NumbersT]):
     logit_rows: NumbersT  # [B, W], of which a step uses the first ones: rows of the rectangle
     opened_blocks: NumbersT  # [B]
     lengths: NumbersT  # [B]: tokens with KV once the step's are stored
-    tables: NumbersT  # [B, N]
+    table_firsts: NumbersT  # [B]: where in `tables` a sequence's block ids begin
+    tables: NumbersT  # [at least B * N]
 
 
 def input_size(bucket: Bucket) -> int:
     """How many numbers a step of a bucket has."""
-    return 4 * bucket.num_rows + (2 + bucket.num_blocks) * bucket.num_sequences
+    return _first_table(bucket) + bucket.num_blocks * bucket.num_sequences + 1  # and the block of padding
+
+
+def _first_table(bucket: Bucket) -> int:
+    return 4 * bucket.num_rows + 3 * bucket.num_sequences
 
 
 def _lay_out(bucket: Bucket, numbers: NumbersT) -> _Columns[NumbersT]:
     B, W = bucket.num_sequences, bucket.width
     per_row = numbers[: 4 * B * W].reshape(4, B, W)
-    per_sequence = numbers[4 * B * W : (4 * W + 2) * B].reshape(2, B)
-    tables = numbers[(4 * W + 2) * B : input_size(bucket)].reshape(B, bucket.num_blocks)
-    return _Columns(per_row[0], per_row[1], per_row[2], per_row[3], per_sequence[0], per_sequence[1], tables)
+    opened_blocks, lengths, table_firsts = numbers[4 * B * W : _first_table(bucket)].reshape(3, B)
+    tables = numbers[_first_table(bucket) : input_size(bucket)]
+    return _Columns(per_row[0], per_row[1], per_row[2], per_row[3], opened_blocks, lengths, table_firsts, tables)
 
 
 class StaticInputs:
     """What a step of one bucket reads: the tensors stay, `fill` changes what is in them."""
 
-    def __init__(self, bucket: Bucket, numbers: StepNumbers, scratch_block: int) -> None:
-        """scratch_block: a block of the pool that no sequence ever has."""
+    def __init__(self, bucket: Bucket, numbers: StepNumbers, scratch_block: int, *, packs_tables: bool) -> None:
+        """
+        Args:
+            bucket: its size.
+            numbers: where its numbers are, those of other buckets too.
+            scratch_block: a block of the pool that no sequence ever has.
+            packs_tables: whether the block ids of each sequence follow those of the one before, and no more of them
+                than its context has; else each has as many as the bucket, whatever is read of them.
+        """
         self.bucket = bucket
+        self._packs_tables = packs_tables
         self.on_device = _lay_out(bucket, numbers.on_device)
         self._numbers = numbers
         self._scratch_block = scratch_block
@@ -90,18 +103,32 @@ class StaticInputs:
         columns.logit_rows[:] = 0
         columns.opened_blocks[:] = self._scratch_block
         columns.lengths[:] = 1
-        columns.tables[:] = self._scratch_block
+        num_entries = self._fill_tables(columns, slices)
         if slices:
-            self._fill_tables(columns, slices)
             self._fill_rows(columns, slices)
-        self._numbers.upload(input_size(self.bucket))
+        self._numbers.upload(_first_table(self.bucket) + num_entries)
 
-    def _fill_tables(self, columns: _Columns[NDArray[np.int64]], slices: Sequence[SequenceSlice]) -> None:
-        for table, piece in zip(columns.tables, slices, strict=False):
+    def _fill_tables(self, columns: _Columns[NDArray[np.int64]], slices: Sequence[SequenceSlice]) -> int:
+        """Returns how many entries there are."""
+        tables, width = columns.tables, self.bucket.num_blocks
+        tables[0] = self._scratch_block
+        end = 1
+        if not self._packs_tables:
+            end = self.bucket.num_sequences * width
+            tables[:end] = self._scratch_block
+        columns.table_firsts[:] = 0 if self._packs_tables else np.arange(0, end, width)
+        for index, piece in enumerate(slices):
             num_blocks = -(-(piece.start + len(piece.token_ids)) // BLOCK_TOKENS)
-            table[:num_blocks] = piece.block_table[:num_blocks]
-            # Read behind the mask: another sequence's numbers must not enter the sum even there.
-            table[num_blocks:] = piece.block_table[0]
+            if self._packs_tables:
+                columns.table_firsts[index] = end
+                tables[end : end + num_blocks] = piece.block_table[:num_blocks]
+                end += num_blocks
+            else:
+                table = tables[index * width : (index + 1) * width]
+                table[:num_blocks] = piece.block_table[:num_blocks]
+                # Read behind the mask: another sequence's numbers must not enter the sum even there.
+                table[num_blocks:] = piece.block_table[0]
+        return end
 
     def _fill_rows(self, columns: _Columns[NDArray[np.int64]], slices: Sequence[SequenceSlice]) -> None:
         n, W = len(slices), self.bucket.width
@@ -110,9 +137,8 @@ class StaticInputs:
         positions = ends[:, None] - W + np.arange(W)  # [n, W]
         is_padding = positions < starts[:, None]
         positions = np.maximum(positions, starts[:, None])
-        sequences = np.arange(n)
-        tables = columns.tables
-        own_slots = tables[sequences[:, None], positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        tables, firsts = columns.tables, columns.table_firsts[:n]
+        own_slots = tables[firsts[:, None] + positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
         columns.positions[:n] = positions
         columns.slots[:n] = np.where(is_padding, columns.slots[:n], own_slots)
         columns.token_ids[:n][~is_padding] = [token_id for piece in slices for token_id in piece.token_ids]
@@ -120,7 +146,7 @@ class StaticInputs:
         # Blocks begun and not filled: what a former owner left in them is read behind the mask.
         last = ends - 1
         is_opened = (last - last % BLOCK_TOKENS >= starts) & (last % BLOCK_TOKENS < BLOCK_TOKENS - 1)
-        columns.opened_blocks[:n][is_opened] = tables[sequences, last // BLOCK_TOKENS][is_opened]
+        columns.opened_blocks[:n][is_opened] = tables[firsts + last // BLOCK_TOKENS][is_opened]
         wanted = [
             row
             for end, piece in zip(range(W, n * W + 1, W), slices, strict=True)

@@ -3,7 +3,7 @@
 A draft step or a verification is a few hundred kernels of a few microseconds each, and launching them one by one takes
 longer than running them. So the eager pass of a Llama-shaped model is recorded once for each of a few sizes
 (`engine.captured.buckets`), over buffers that stay; a step copies its numbers into the buffers of the smallest size
-that holds it and replays. Prefill chunks, larger steps and other models run eagerly.
+that holds it and replays. Prefill chunks and larger steps are not recorded, other models run eagerly.
 
 Not here: the arithmetic, which is the eager pass's own (`engine.model.llama_stack`), and who sees whom
 (`engine.captured.static_attention`). Built by `engine.loader`, called by `engine.model.model_runner`.
@@ -19,11 +19,13 @@ from itertools import groupby
 import torch
 
 from specdec.engine.base import ModelShape, SequenceSlice
+from specdec.engine.captured.attention_choice import choose_attention
 from specdec.engine.captured.buckets import Bucket, Buckets
 from specdec.engine.captured.capture import CudaCapture
-from specdec.engine.captured.static_attention import GatheredAttention, StaticAttention
+from specdec.engine.captured.paged_attention import PagedAttention
+from specdec.engine.captured.ragged_steps import RaggedSteps
+from specdec.engine.captured.static_attention import StaticAttention
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
-from specdec.engine.captured.varlen_attention import find_varlen_attention
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
@@ -73,10 +75,12 @@ def capture_steps(
     began_s = time.monotonic()
     try:
         capture = options.capture or CudaCapture(device)
-        attention = find_varlen_attention(source.cache, source.layer_kinds, capture)
-        attention = attention or GatheredAttention(source.cache, source.layer_kinds)
+        attention = choose_attention(source.cache, source.layer_kinds, capture, options.attention)
         buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
-        steps = CapturedSteps(forward, source.cache, attention, buckets, shape.vocabulary_size)
+        ragged = None
+        if isinstance(attention, PagedAttention):
+            ragged = RaggedSteps(forward, source.cache, source.layer_kinds)
+        steps = CapturedSteps(forward, source.cache, attention, buckets, shape.vocabulary_size, ragged)
         steps.record(capture)
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
         problem = f"steps cannot be captured here: {first_line(error)}"
@@ -104,6 +108,7 @@ class CapturedSteps:
         attention: StaticAttention,
         buckets: Buckets,
         vocabulary_size: int,
+        ragged: RaggedSteps | None = None,
     ) -> None:
         """Allocates the buffers.
 
@@ -113,9 +118,11 @@ class CapturedSteps:
             attention: over `cache`.
             buckets: what to record.
             vocabulary_size: of each row of logits so many are kept.
+            ragged: runs what no recording holds; None: the eager pass does.
         """
         self._stack = stack
         self._attention = attention
+        self._ragged = ragged
         self._buckets = buckets
         self._scratch_block = cache.num_blocks - 1
         pool, sizes = cache.layers[0].blocks, buckets.largest_first()
@@ -139,7 +146,9 @@ class CapturedSteps:
         with torch.inference_mode():
             for part in shown(parts, "capturing step graphs", lambda part: f"{part[0].num_sequences} sequences"):
                 for bucket in part:
-                    inputs = StaticInputs(bucket, self._numbers, self._scratch_block)
+                    inputs = StaticInputs(
+                        bucket, self._numbers, self._scratch_block, packs_tables=self._attention.packs_tables
+                    )
                     inputs.fill(())
                     try:
                         self._steps[bucket] = inputs, capture(self._step_of(inputs))
@@ -155,14 +164,14 @@ class CapturedSteps:
         return step
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """Runs a step if one of the recordings holds it; within inference mode.
+        """Runs a step that one of the recordings holds, or that needs none; within inference mode.
 
         Returns:
-            [R, V] logits in the model's dtype, valid until the next step; None: nothing was run.
+            [R, at least vocabulary_size] logits in the model's dtype, valid until the next step; None: nothing was run.
         """
         bucket = self._buckets.smallest_for(slices)
         if bucket not in self._steps:
-            return None
+            return None if self._ragged is None else self._ragged.run(slices)
         inputs, replay = self._steps[bucket]
         inputs.fill(slices)
         replay()

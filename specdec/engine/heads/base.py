@@ -42,6 +42,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import LayerShape
 
 #: Attends in one of the head's layers: (index into `kv_layers`, query [T, heads, key_dim], KV rows [T, row_width] of
@@ -105,6 +106,13 @@ class DraftHead(Protocol):
     """What it caches and how it attends, layer by layer; () for a head that does not attend."""
     fingerprint: str
     """Of its weights: blocks pass between replicas only where it is equal."""
+    max_draft_tokens: int = 0
+    """Most that one draft can have; 0: as many as are asked for."""
+
+    @property
+    def layer(self) -> FeatureLayer | None:
+        """All of it, where it is one decoder layer and can be told as plain weights."""
+        return None
 
     def features(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """[T, F] of the outputs [T, H] of `feature_layers`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding, rms_norm, silu
@@ -19,8 +20,9 @@ from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetPa
 from specdec.engine.heads.draft_vocabulary import DraftVocabulary
 from specdec.engine.heads.eagle3_format import Eagle3Format, read_format
 from specdec.engine.heads.head_file import HeadFile, refusal
-from specdec.engine.heads.unseen_first import attend_after_first, marked_shape
+from specdec.engine.heads.unseen_first import MARK, UNSEEN, attend_after_first, marked_shape
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.feature_layer import FeatureLayer, Weights
 from specdec.engine.model.kv_cache import LayerShape
 from specdec.engine.model.projection import Projection
 from specdec.local_drafts import LocalDraftSpec
@@ -76,6 +78,19 @@ class Eagle3(DraftHead):
         normed = rms_norm(hidden, (self.feature_size,), self._gains, self._eps)
         return HeadDraft(normed if self._norms_output else hidden, self._vocabulary.widen(self._head(normed)))
 
+    @property
+    def layer(self) -> FeatureLayer | None:
+        """See `DraftHead.layer`: where it is one layer, and `fc` is all that makes a feature."""
+        features = self._fc.plain
+        if features is None or len(self._layers) > 1:
+            return None
+        return FeatureLayer(
+            features=features, head=_weights(self._head), final_gains=self._gains, epsilon=self._eps,
+            embedding=self._embedding, cosines=self._rotary.cosines, sines=self._rotary.sines,
+            mark=MARK, unseen=UNSEEN, keeps_normed=self._norms_output, widen=self._vocabulary.widen,
+            **self._layers[0].plain(),
+        )  # fmt: skip
+
     def _place(self, tokens: HeadTokens) -> _Place:
         return _Place(tokens, embedding(tokens.token_ids, self._embedding), self._rotary.at(tokens.positions))
 
@@ -99,6 +114,18 @@ class _Rotary:
         half = sin.shape[-1] // 2
         # rotate_half(x) = (-x2, x1): the sign goes into the sines once.
         self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)  # [P, head_dim]
+
+    @property
+    def cosines(self) -> torch.Tensor:
+        """[positions, head_dim]"""
+        cosines: torch.Tensor = self._cos
+        return cosines
+
+    @property
+    def sines(self) -> torch.Tensor:
+        """[positions, head_dim], as they are."""
+        half = self._sin.shape[-1] // 2
+        return torch.cat((-self._sin[:, :half], self._sin[:, half:]), dim=-1)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines, each [T, 1, head_dim]."""
@@ -131,6 +158,11 @@ class _FeatureProjection:
             self._whole = file.weight(target, "input_norm.weight", count * width)
         if file.config.get("fc_norm"):
             self._each = [file.weight(target, f"fc_norm.{index}.weight", width) for index in range(count)]
+
+    @property
+    def plain(self) -> Weights | None:
+        """What it multiplies by; None where it norms as well."""
+        return _weights(self._fc) if self._whole is None and self._each is None else None
 
     def __call__(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         if self._each is not None:
@@ -173,6 +205,15 @@ class _Layer:
         hidden = self._output.add_to(residual, self._attend(normed, place))
         gate, up = self._gate_up(self._norm(hidden, self._mlp_gains)).chunk(2, dim=-1)
         return self._down.add_to(hidden, silu(gate) * up)
+
+    def plain(self) -> dict[str, Any]:
+        """Of the head's first layer, what `FeatureLayer` says of it."""
+        return {
+            "qkv": _weights(self._qkv), "output": _weights(self._output), "gate_up": _weights(self._gate_up),
+            "down": _weights(self._down), "embedding_gains": self._input_gains, "feature_gains": self._feature_gains,
+            "mlp_gains": self._mlp_gains, "qk_gains": self._qk_gains, "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "adds_normed": self._norms_before_residual,
+        }  # fmt: skip
 
     def store(self, hidden: torch.Tensor, place: _Place) -> None:
         """Writes this layer's KV, and computes no more of it than that takes."""
@@ -223,6 +264,10 @@ class _LayerReader:
             raise refusal(f"{self.file.path}: some of {', '.join(names)} have a bias, and some have none")
         biases = [self.file.weight(self.target, f"{name}.bias", size) for name, size in biased.items()]
         return Projection(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def _weights(projection: Projection) -> Weights:
+    return Weights(projection.weight, projection.bias)
 
 
 def _plain_name(name: str) -> str:

@@ -133,7 +133,15 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
     ):
         raise refusal(f"{file} holds something else than named tensors")
+    for name, tensor in content.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or not _is_stored_whole(tensor):
+            raise refusal(f"{file}: the tensor {name[:64]!r} is sparse, quantised or larger than what is stored of it")
     return content
+
+
+def _is_stored_whole(tensor: torch.Tensor) -> bool:
+    """Whether each number has a place of its own: a pickle of a few bytes may claim any shape."""
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -64,11 +64,7 @@ class Medusa(DraftHead):
         read = _read_vllm_head if any(_BLOCK.fullmatch(name) for name in file.tensors) else _read_original_head
         num_heads = _count_heads(file)
         self._heads = [read(file, target, index, self._vocabulary.size) for index in range(num_heads)]
-
-    @property
-    def num_heads(self) -> int:
-        """The most tokens that one draft can have."""
-        return len(self._heads)
+        self.max_draft_tokens = num_heads
 
     def features(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """[T, H]: what the target's own head reads."""
@@ -82,9 +78,8 @@ class Medusa(DraftHead):
         depths = draft_index.tolist()
         rows = verified.new_empty(len(depths), self._vocabulary.size)
         for depth in set(depths):
-            # A draft deeper than there are heads is asked for by nobody (`num_heads`); the last one would serve it.
             chosen = (draft_index == depth).nonzero()[:, 0]
-            rows[chosen] = self._heads[min(depth, self.num_heads - 1)](verified[chosen])
+            rows[chosen] = self._heads[depth](verified[chosen])
         return HeadDraft(None, self._vocabulary.widen(rows))
 
 
@@ -99,8 +94,9 @@ def _count_heads(file: HeadFile) -> int:
     found |= {int(match[1]) for name in file.tensors if (match := re.fullmatch(r"lm_heads\.(\d+)\.weight", name))}
     if not found:
         raise refusal(f"{file.path} holds no Medusa head: no tensor 0.0.linear.weight and no blocks.0.layers.0.weight")
-    if gap := set(range(max(found) + 1)) - found:
-        raise refusal(f"{file.path} lacks Medusa head {min(gap)} of {max(found) + 1}")
+    if len(found) <= max(found):  # a name may say any number
+        gap = next(head for head in range(len(found)) if head not in found)
+        raise refusal(f"{file.path} lacks Medusa head {gap} of {max(found) + 1}")
     return len(found)
 
 

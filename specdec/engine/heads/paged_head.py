@@ -18,7 +18,8 @@ from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.heads.base import DraftHead, HeadTokens
 from specdec.engine.model.attention import PagedContext
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
-from specdec.engine.model.kv_cache import KvCache, LayerShape
+from specdec.engine.model.feature_layer import FeatureLayer
+from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
 from specdec.types import BLOCK_TOKENS
 
 #: How a head without layers attends: not at all.
@@ -43,6 +44,7 @@ class PagedHead:
         """
         kinds = [kind for _, kind in head.kv_layers] or [_NO_ATTENTION]
         self.feature_layers = head.feature_layers
+        self.cached: Sequence[LayerKv] = cache.layers[first_layer : first_layer + 1 + len(head.kv_layers)]
         self._head = head
         self._cache = cache
         self._features = cache.layers[first_layer]
@@ -52,6 +54,11 @@ class PagedHead:
         self._kind_of_layer = (*[0] * self._first_kv_layer, *(self._kinds.index(kind) for kind in kinds))
         self._dtype = dtype
         self._device = self._features.rows.device
+
+    @property
+    def layer(self) -> FeatureLayer | None:
+        """See `model_runner.LocalHead`."""
+        return self._head.layer
 
     def note_step(self, plan: StepPlan, hidden: Sequence[torch.Tensor], slots: torch.Tensor | None = None) -> None:
         """Writes features, and the head's KV, of the tokens that a full step has run; see `model_runner.LocalHead`."""

@@ -15,14 +15,14 @@ from specdec.engine.heads.base import HeadTokens
 from specdec.engine.model.kv_cache import LayerShape
 
 #: Numbers by which keys and queries are longer: one of them is used, more keep rows aligned.
-_MARK = 8
+MARK = 8
 #: Of the key at position 0, where queries have 1. float16 holds it.
-_UNSEEN = -30000.0
+UNSEEN = -30000.0
 
 
 def marked_shape(shape: LayerShape) -> LayerShape:
     """What the cache must hold of a layer that attends by `attend_after_first`."""
-    return LayerShape(shape.num_kv_heads, shape.key_dim + _MARK, shape.value_dim + _MARK)
+    return LayerShape(shape.num_kv_heads, shape.key_dim + MARK, shape.value_dim + MARK)
 
 
 def attend_after_first(
@@ -42,10 +42,10 @@ def attend_after_first(
         [T, heads, value_dim]; at position 0 itself, which sees nothing, the row means nothing.
     """
     T, heads, key_dim = key.shape
-    widths = [heads * (dim + _MARK) for dim in (key_dim, value.shape[-1])]
+    widths = [heads * (dim + MARK) for dim in (key_dim, value.shape[-1])]
     # Values are as much longer as keys: some kernels ask for both to be of one length.
     rows = key.new_zeros(T, sum(widths))
     keys, values = rows[:, : widths[0]].view(T, heads, -1), rows[:, widths[0] :].view(T, heads, -1)
     keys[..., :key_dim], values[..., : value.shape[-1]] = key, value
-    keys[..., -1] = ((tokens.positions == 0) * _UNSEEN).unsqueeze(1)
-    return tokens.attend(layer, pad(query, (0, _MARK), value=1.0), rows, scale)[..., : value.shape[-1]]
+    keys[..., -1] = ((tokens.positions == 0) * UNSEEN).unsqueeze(1)
+    return tokens.attend(layer, pad(query, (0, MARK), value=1.0), rows, scale)[..., : value.shape[-1]]

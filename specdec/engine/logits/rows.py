@@ -109,7 +109,8 @@ def distribution_rows(
     num_blocks = -(-num_tokens // _TAIL_BLOCK)
     outside = distributions.new_zeros(num_rows, num_blocks * _TAIL_BLOCK)
     outside[:, :num_tokens] = distributions
-    outside[where] = 0.0
+    # Assigned as a number of the host, the zero would be copied to the device, and waited for.
+    outside.index_put_(where, outside.new_zeros(()))
     blocks = outside.view(num_rows, num_blocks, _TAIL_BLOCK)
     on_supports, block_masses = to_host(distributions[where], blocks.sum(dim=-1))  # [all supports], [R, num_blocks]
     on_support = np.split(on_supports, np.cumsum([len(ids) for ids in support_ids])[:-1])

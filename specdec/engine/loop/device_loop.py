@@ -26,6 +26,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +55,9 @@ from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, SessionTable
 from specdec.errors import Internal, SpecdecError, Unavailable
 
+#: Without any step under way: copies of KV blocks, and whatever else the device thread does between two steps.
+NO_STEP_PATIENCE_S = 10.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +73,10 @@ class Load:
     """Sessions that call."""
     draining: bool
     """Whether it refuses calls: it is closing, or its device is stalled."""
+    num_steps: int
+    """That have ended."""
+    step_limit_s: float
+    """How long calls may wait now before a step ends; 0: not known."""
 
 
 class EngineLoop:
@@ -120,6 +128,8 @@ class EngineLoop:
             publish=self._publish,
         )
         self._watchdog = self._steps.watchdog
+        self._wakes_at_s = 0.0
+        """When what calls wait for ends, as far as the device thread knew when it last went to sleep."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # whoever stops awaiting it does not cancel it
         self._worker = worker
@@ -190,6 +200,8 @@ class EngineLoop:
             num_sessions=self._sessions.num_with_kv,
             num_running=self._sessions.num_running,
             draining=self._inbox.is_closed or self._watchdog.is_stalled,
+            num_steps=self._watchdog.num_steps,
+            step_limit_s=self._step_limit_s(),
         )
 
     def usual_step_s(self, num_context_tokens: int) -> float:
@@ -212,6 +224,11 @@ class EngineLoop:
             checked.result()
         else:
             self._sessions.check_integrity()
+
+    def _step_limit_s(self) -> float:
+        """What runs may take, and before it what calls may have to wait for: the end of a pin, or restored blocks."""
+        limit_s = self._watchdog.limit_s() + max(0.0, self._wakes_at_s - self._clock()) + NO_STEP_PATIENCE_S
+        return limit_s if math.isfinite(limit_s) else 0.0
 
     def _join(self) -> None:
         while self._thread.is_alive() and not self._watchdog.is_stalled:
@@ -268,7 +285,7 @@ class EngineLoop:
                             self._finish(job)
                 elif self._outbox.is_empty:  # answers leave first
                     self._steps.run_ahead(self._ahead)
-                self._watchdog.plan = None
+                self._watchdog.note_turn()
                 self._outbox.deliver()
 
     def _patience_s(self) -> float | None:
@@ -279,7 +296,10 @@ class EngineLoop:
         wake_s = float("inf") if pin_end_s is None else pin_end_s
         if self._restores is not None:
             wake_s = min(wake_s, self._restores.end_s)
-        return None if wake_s == float("inf") else max(0.0, wake_s - self._clock())
+        if wake_s == float("inf"):
+            return None
+        self._wakes_at_s = wake_s
+        return max(0.0, wake_s - self._clock())
 
     def _end(self, outcome: SpecdecError) -> None:
         """The thread's last act; jobs are left only when a fault ends it: they get `outcome`, and nobody may wait for

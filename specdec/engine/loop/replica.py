@@ -109,6 +109,9 @@ class ReplicaEngine:
             dtype=self._shape.dtype,
             device=self._shape.device,
             local_drafts=self._shape.local_drafts,
+            local_gammas=self._shape.local_gammas,
+            num_steps=load.num_steps,
+            step_limit_s=load.step_limit_s,
         )
 
     @property

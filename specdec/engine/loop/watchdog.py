@@ -47,6 +47,8 @@ class Watchdog:
         """What runs now; set by the device thread."""
         self.is_stalled = False
         """Whether the step that runs is beyond its time."""
+        self.num_steps = 0
+        """That have ended; counted by the device thread."""
         self._predict_s = predict_s
         self._limit_s = float("inf")  # of the step that stalled last
         self._lost: str | None = None
@@ -64,6 +66,17 @@ class Watchdog:
         """The device is gone: from now on it is stalled for good. Any thread."""
         self._lost, self.is_stalled = why, True
         self._fail_open()
+
+    def note_turn(self) -> None:
+        """The device thread has done what it had to do, a step among it or none."""
+        if self.plan is not None:
+            self.plan = None
+            self.num_steps += 1
+
+    def limit_s(self) -> float:
+        """Seconds that what runs now may take: twice its prediction and more; infinite where nothing is predicted."""
+        plan = self.plan
+        return PATIENCE_S if plan is None else self._limit_of(plan)
 
     def require_moving(self) -> None:
         """Raises Unavailable while the device is stalled."""
@@ -113,11 +126,14 @@ class Watchdog:
     def _is_beyond(self, plan: StepPlan) -> bool:
         if self._lasted_s <= PATIENCE_S:
             return False
-        limit_s = PATIENCE_FACTOR * self._predict_s(load_of(plan)) + PATIENCE_S
+        limit_s = self._limit_of(plan)
         if self._lasted_s <= limit_s:
             return False
         self._limit_s = limit_s
         return True
+
+    def _limit_of(self, plan: StepPlan) -> float:
+        return PATIENCE_FACTOR * self._predict_s(load_of(plan)) + PATIENCE_S
 
     def _tell(self) -> None:
         if not self.is_stalled:

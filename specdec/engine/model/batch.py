@@ -123,7 +123,7 @@ def build_batch(
         token_ids=torch.tensor([token_ids], device=device),
         position_ids=_index(positions, device).unsqueeze(0),
         slots=_index(slots, device),
-        opened_blocks=_opened_blocks(slots, device),
+        opened_blocks=opened_blocks(slots, device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         groups=tuple(groups),
     )
@@ -141,7 +141,8 @@ def _slots(piece: SequenceSlice, count: int) -> np.ndarray:
     return table[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
 
-def _opened_blocks(slots: np.ndarray, device: torch.device) -> torch.Tensor | None:
+def opened_blocks(slots: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    """See `StepBatch.opened_blocks`; of the slots of a step."""
     first_slots = slots[slots % BLOCK_TOKENS == 0]
     if not len(first_slots):  # most steps
         return None

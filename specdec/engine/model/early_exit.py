@@ -82,7 +82,7 @@ def _load_adapter(spec: LocalDraftSpec, model: PreTrainedModel) -> Adapter:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {"weight": (width, width), "bias": (width,)}:
         raise InvalidRequest(
-            f"local draft {spec}: {path} holds {shapes}, not weight {(width, width)} and bias {(width,)}",
+            f"local draft {spec}: {path} holds {str(shapes)[:200]}, not weight {(width, width)} and bias {(width,)}",
             field="local_draft",
         )
     if not all(tensor.isfinite().all() for tensor in tensors.values()):

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, 
 
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
+from specdec.engine.model.cuda_settings import release_freed
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
 from specdec.engine.model.model_runner import ForwardPass
@@ -42,6 +43,8 @@ class LlamaStack:
         for index in range(len(inner.layers)):
             self._layers.append(_Layer(inner.layers[index], index, kinds.inner, kinds.output or kinds.inner))
             inner.layers[index] = nn.Identity()
+            # The KV pool has been sized already: what is kept of every layer's parts would be missing.
+            release_freed(model.device)
         self._head = kinds.head(model.lm_head.weight, model.lm_head.bias)
 
     @staticmethod

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.attention import PagedContext, attending
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
-from specdec.engine.model.kv_cache import KvCache
+from specdec.engine.model.feature_layer import FeatureLayer
+from specdec.engine.model.kv_cache import KvCache, LayerKv
 
 
 class ForwardPass(Protocol):
@@ -45,6 +46,13 @@ class LocalHead(Protocol):
 
     feature_layers: tuple[int, ...]
     """Whose outputs it reads."""
+    cached: Sequence[LayerKv]
+    """Where its features lie, and then the KV of each of its layers."""
+
+    @property
+    def layer(self) -> FeatureLayer | None:
+        """All of it, where it is one decoder layer: a worker may compute that by itself instead of calling here."""
+        ...
 
     def note_step(self, plan: StepPlan, hidden: Sequence[torch.Tensor], slots: torch.Tensor | None = None) -> None:
         """A full step was run.
@@ -65,7 +73,7 @@ class RecordedSteps(Protocol):
     """Steps that need not be laid out to be run."""
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """[R, vocabulary_size] logits in the model's dtype, valid until the next step; None: not one of those."""
+        """[R, at least vocabulary_size] logits in the model's dtype, valid until the next step; None: none of those."""
         ...
 
 

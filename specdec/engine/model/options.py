@@ -25,6 +25,11 @@ CAPTURED = "captured"
 #: Native on a CPU and captured on a GPU where they take the model, eager elsewhere.
 AUTO = "auto"
 
+#: Attention of captured steps by our own kernels, over block tables (`engine.captured.paged_attention`).
+PAGED = "paged"
+#: The same over copies of whole contexts, with PyTorch's own.
+GATHERED = "gathered"
+
 _BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
 
 # Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1.
@@ -53,6 +58,9 @@ class CompileOptions:
     """Whether `inductor` measures several kernels for each product: slower to compile, faster to run."""
     capture: Capture | None = None
     """What records captured steps; None: CUDA graphs, where there is a CUDA device."""
+    attention: str | None = None
+    """Of captured steps: `PAGED`, where a trial shows that it is right on the device, or `GATHERED`; None: paged on a
+    CUDA device, gathered elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

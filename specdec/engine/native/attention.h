@@ -23,6 +23,7 @@ struct Cached {
     const int64_t* table;
     int64_t stride;  // between tokens
     int64_t values;  // from a token's key to its value
+    int64_t lowest;  // position that is seen, but for one before it, which sees itself
 
     const float* block(int64_t key) const { return rows + table[key / KEYS] * KEYS * stride; }
 };
@@ -76,6 +77,7 @@ void attend(const Cached& cached, const Queries& queries, int64_t window, float 
     for (int q = 0; q < COUNT; ++q) {
         const int64_t position = queries.position[q];
         lowest[q] = window && position >= window ? position - window + 1 : 0;
+        if (lowest[q] < cached.lowest) lowest[q] = position < cached.lowest ? position : cached.lowest;
         first = lowest[q] < first ? lowest[q] : first;
         last = position > last ? position : last;
     }
@@ -128,12 +130,13 @@ Attend attend_of(int64_t head_dim) {
 
 void attend_all(const Model& model, const Layer& layer, const Batch& batch, float* scores) {
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, stride = padded(layer.qkv.outputs);
+    const int64_t pitch = dim + layer.mark;
     const Attend attend_queries = attend_of(dim);
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t sequence = 0; sequence < batch.sequences; ++sequence)
         for (int64_t kv_head = 0; kv_head < model.kv_heads; ++kv_head) {
-            const Cached cached{layer.cache + kv_head * dim, batch.tables + batch.table_offset[sequence],
-                                2 * model.kv_heads * dim, model.kv_heads * dim};
+            const Cached cached{layer.cache + kv_head * pitch, batch.tables + batch.table_offset[sequence],
+                                2 * model.kv_heads * pitch, model.kv_heads * pitch, layer.mark ? 1 : 0};
             Queries queries{};
             for (int64_t row = batch.first_row[sequence]; row < batch.first_row[sequence + 1]; ++row)
                 for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {

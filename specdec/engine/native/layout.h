@@ -49,9 +49,13 @@ struct Layer {
     const float* attention_gains;  // [hidden]
     const float* mlp_gains;        // [hidden]
     const float* qk_gains;         // [heads + kv_heads, head_dim] or null
-    float* cache;                  // [slots, 2 * kv_heads * head_dim]: keys of all heads, then values
+    float* cache;                  // [slots, 2 * kv_heads * (head_dim + mark)]: keys of all heads, then values
     int64_t window;                // tokens that a token sees, itself included; 0: all before it
+    int64_t mark;                  // numbers by which keys and values are longer where nobody sees position 0; else 0
+    float unseen;                  // the last of those, of the keys at position 0; all others are 0
 };
+
+struct DraftHead;
 
 struct Model {
     const Layer* layers;
@@ -72,6 +76,20 @@ struct Model {
     float scaling;     // of attention scores
     const int64_t* tapped;  // [num_tapped], ascending: layers whose outputs are wanted
     int64_t num_tapped;
+    const DraftHead* draft_heads;  // whose features and KV a step writes
+    int64_t num_draft_heads;
+};
+
+// One decoder layer that reads a token's embedding beside the feature of the position before it.
+struct DraftHead {
+    Model model;                 // of its one layer, as wide as the target's; its qkv has twice the inputs
+    Product features_of;         // from the outputs of tapped layers, side by side, to a feature
+    const int64_t* taps;         // [num_taps]: which of the tapped layers
+    int64_t num_taps;
+    const float* feature_gains;  // [hidden]
+    float* features;             // [slots, hidden]
+    int64_t adds_normed;         // whether the layer adds to the feature as it is normed, or as it came
+    int64_t keeps_normed;        // whether a drafted token's feature is the output as it is normed, or as it came
 };
 
 struct Batch {
@@ -89,6 +107,7 @@ struct Batch {
     float* qkv;                   // [tokens, padded (heads + 2 * kv_heads) * head_dim]
     float* attended;              // [tokens, heads * head_dim]
     float* gate_up;               // [tokens, padded 2 * mlp]
+    float* joined;                // [tokens, widest input of a draft head]
     uint8_t* high;                // [tokens, widest inputs in whole groups]: of rows as integers, as the next two
     uint8_t* low;                 // the same
     float* row_scales;            // [tokens]

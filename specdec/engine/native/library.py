@@ -78,7 +78,7 @@ def _load(path: Path) -> ctypes.CDLL:
     for width in (library.specdec_panel, library.specdec_max_queries, library.specdec_group):
         width.restype = ctypes.c_int64
     library.specdec_fits.argtypes = [ctypes.c_int64] * 2
-    library.specdec_step.restype = None  # its arguments are `runner`'s structures
+    library.specdec_step.restype = library.specdec_draft.restype = None  # their arguments are `runner`'s structures
     return library
 
 

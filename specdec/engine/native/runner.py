@@ -27,28 +27,16 @@ from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import LocalHead
-from specdec.engine.native.structures import Batch, Layer, Model, Product
-from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
+from specdec.engine.native.draft_head import NativeHead
+from specdec.engine.native.packing import MOST_INT8_INPUTS, Packing, quantise
+from specdec.engine.native.structures import Batch, DraftHead, Layer, Model, Product
 from specdec.types import BLOCK_TOKENS
-
-_LARGEST_INT8 = 127
-#: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `layout.h`).
-_ZERO_BYTE = 128
-#: Beyond, the sums of an output's products would leave 32 bits.
-_MOST_INT8_INPUTS = (1 << 31) // (255 * _LARGEST_INT8)
 
 
 def _require_range(values: Sequence[int], size: int, what: str, of_what: str) -> None:
     """Raises IndexError unless all are in [0, size)."""
     if min(values) < 0 or max(values) >= size:
         raise IndexError(f"a {what} is outside the {size} {of_what}")
-
-
-def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, inputs] -> integers in float32 [outputs, inputs], scales [outputs]."""
-    # An output whose weights are all 0 keeps them: any scale will do.
-    scale = (weight.abs().amax(dim=1) / _LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
-    return torch.round(weight / scale[:, None]), scale
 
 
 class NativeRunner(Worker):
@@ -84,19 +72,20 @@ class NativeRunner(Worker):
         self.shape = shape
         self._library = library
         library.specdec_step.argtypes = [POINTER(Model), POINTER(Batch), c_int]
+        library.specdec_draft.argtypes = [POINTER(DraftHead), POINTER(Batch), c_int]
         self._cache = cache
-        self._panel: int = library.specdec_panel()
-        self._group: int = library.specdec_group()
+        self._packing = Packing(library, is_compact=is_compact)
         self._max_queries: int = library.specdec_max_queries()
-        self._kept: list[torch.Tensor] = []  # what the structures point to
         self._num_embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
-        self._is_compact = is_compact
         self._model = self._describe_model(model, kinds, is_int8)
-        self._heads = heads
-        self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
         self._drafts = {name: self._describe_exit(early_exit, model.lm_head) for name, early_exit in exits.items()}
+        self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
         self._model.num_tapped = len(self._tapped)
-        self._model.tapped = self._keep(torch.tensor(self._tapped, dtype=torch.int64))
+        self._model.tapped = self._packing.keep(torch.tensor(self._tapped, dtype=torch.int64))
+        self._native_heads = self._take_heads(heads)
+        self._heads = {name: head for name, head in heads.items() if name not in self._native_heads}
+        """Those that are computed in PyTorch."""
+        self._row_sizes = self._measure_rows()
         self._batch = Batch()
         self._numbers = np.empty(0, dtype=np.int64)
         """What `_batch` points into, as it does into the next."""
@@ -112,34 +101,40 @@ class NativeRunner(Worker):
         attention = model.model.layers[0].self_attn
         fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
         widest = max(attention.q_proj.in_features, attention.q_proj.out_features, model.config.intermediate_size)
-        return bool(fits) and widest <= _MOST_INT8_INPUTS and model.config.hidden_act in ("silu", "swish")
+        return bool(fits) and widest <= MOST_INT8_INPUTS and model.config.hidden_act in ("silu", "swish")
 
     @staticmethod
     def round_weight(weight: torch.Tensor) -> torch.Tensor:
         """What a weight [out, in] is multiplied as, where weights are int8."""
-        integers, scale = _quantise(weight)
+        integers, scale = quantise(weight)
         return integers.mul_(scale[:, None])
 
     @property
     def weight_bytes(self) -> int:
         """What is read of memory for the weights, all of them: embeddings and tables of positions included."""
-        return sum(tensor.nbytes for tensor in self._kept)
+        return self._packing.num_bytes
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step; see `engine.base.Worker.execute`."""
         slices, batch = plan.slices, self._batch
+        self._check(slices)
         if plan.local_draft in self._heads:
-            self._check(slices)
             with torch.inference_mode():
                 return self._heads[plan.local_draft].draft(plan).to(torch.float32, copy=True)
-        model = self._drafts[plan.local_draft] if plan.local_draft else self._model
-        self._check(slices)
+        native_head = self._native_heads.get(plan.local_draft)
+        if native_head is not None:
+            model = native_head.structure.model
+        else:
+            model = self._drafts[plan.local_draft] if plan.local_draft else self._model
         self._numbers = self._place_numbers(slices)
         num_threads = torch.get_num_threads()
         longest = max(piece.start + len(piece.token_ids) for piece in slices)
         self._place_scratch(batch.tokens, longest, num_threads)
-        logits = torch.empty(batch.logit_rows, self._padded(model.head.outputs))
+        logits = torch.empty(batch.logit_rows, self._packing.padded(model.head.outputs))
         batch.logits = logits.data_ptr()
+        if native_head is not None:
+            self._library.specdec_draft(ctypes.byref(native_head.structure), ctypes.byref(batch), num_threads)
+            return native_head.widen(logits[:, : model.head.outputs]).contiguous()
         outputs = None
         if model.num_tapped:
             outputs = torch.empty(model.num_tapped, batch.tokens, model.hidden)
@@ -150,6 +145,19 @@ class NativeRunner(Worker):
         if outputs is not None:
             self._tell_heads(plan, outputs)
         return logits[:, : self.shape.vocabulary_size].contiguous()
+
+    def _take_heads(self, heads: Mapping[str, LocalHead]) -> dict[str, NativeHead]:
+        """Those that the kernels compute; a full step writes for them from now on."""
+        taken = {}
+        for name, head in heads.items():
+            layer = head.layer
+            if layer is not None and NativeHead.fits(self._library, layer, self._model, self._num_embeddings):
+                taps = [self._tapped.index(tapped) for tapped in head.feature_layers]
+                taken[name] = NativeHead(self._packing, layer, head.cached, taps)
+        self._draft_heads = (DraftHead * len(taken))(*(head.structure for head in taken.values()))
+        self._model.draft_heads = ctypes.addressof(self._draft_heads)
+        self._model.num_draft_heads = len(taken)
+        return taken
 
     def _tell_heads(self, plan: StepPlan, outputs: torch.Tensor) -> None:
         """outputs [tapped layers, T, hidden] of a full step."""
@@ -211,20 +219,9 @@ class NativeRunner(Worker):
         scores_width = (longest // BLOCK_TOKENS + 2) * BLOCK_TOKENS
         if (tokens, scores_width, num_threads) == self._placed:
             return
-        model, batch = self._model, self._batch
-        heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
-        widest = -(-max(model.hidden, heads * head_dim, model.mlp) // self._group) * self._group
-        sizes = {
-            "hidden": tokens * model.hidden,
-            "normed": tokens * model.hidden,
-            "qkv": tokens * self._padded((heads + 2 * kv_heads) * head_dim),
-            "attended": tokens * heads * head_dim,
-            "gate_up": tokens * self._padded(2 * model.mlp),
-            "row_scales": tokens,
-            "scores": num_threads * self._max_queries * scores_width,
-            "high": tokens * widest // self._scratch.itemsize,  # bytes, in whole groups of as many
-            "low": tokens * widest // self._scratch.itemsize,
-        }
+        batch = self._batch
+        sizes = {name: tokens * size for name, size in self._row_sizes.items()}
+        sizes["scores"] = num_threads * self._max_queries * scores_width
         total = sum(sizes.values())
         if self._scratch.numel() < total:
             self._scratch = torch.empty(total)
@@ -234,6 +231,24 @@ class NativeRunner(Worker):
             setattr(batch, name, address)
             address += size * self._scratch.itemsize
         self._placed = tokens, scores_width, num_threads
+
+    def _measure_rows(self) -> dict[str, int]:
+        """Working memory of each token, in float32 numbers: as much as the widest of the models needs."""
+        models = [self._model, *(head.structure.model for head in self._native_heads.values())]
+        padded, group = self._packing.padded, self._packing.group
+        widest = max(max(model.hidden, model.heads * model.head_dim, model.mlp) for model in models)
+        in_groups = -(-widest // group) * group // torch.float32.itemsize  # they are bytes
+        return {
+            "hidden": self._model.hidden,
+            "normed": self._model.hidden,
+            "qkv": max(padded((model.heads + 2 * model.kv_heads) * model.head_dim) for model in models),
+            "attended": max(model.heads * model.head_dim for model in models),
+            "gate_up": max(padded(2 * model.mlp) for model in models),
+            "joined": max((head.num_inputs for head in self._native_heads.values()), default=0),
+            "row_scales": 1,
+            "high": in_groups,
+            "low": in_groups,
+        }
 
     def _describe_model(self, model: PreTrainedModel, kinds: list[AttentionKind], is_int8: bool) -> Model:
         inner = model.model
@@ -246,9 +261,7 @@ class NativeRunner(Worker):
         with torch.inference_mode():
             cosines, sines = inner.rotary_emb(torch.empty(0), positions)
         qk_norm = getattr(first, "q_norm", inner.norm)
-        embeddings = inner.embed_tokens.weight.detach()
-        if self._is_compact:
-            embeddings = halved(embeddings)
+        embeddings, embedding_format = self._packing.embedding(inner.embed_tokens.weight)
         self._layers = layers
         return Model(
             layers=layers,
@@ -258,11 +271,11 @@ class NativeRunner(Worker):
             kv_heads=first.k_proj.out_features // first.head_dim,
             head_dim=first.head_dim,
             mlp=model.config.intermediate_size,
-            embeddings=self._keep(embeddings),
-            embedding_format=FORMAT_OF[embeddings.dtype],
-            cosines=self._keep(cosines[0]),
-            sines=self._keep(sines[0]),
-            final_gains=self._keep(inner.norm.weight),
+            embeddings=embeddings,
+            embedding_format=embedding_format,
+            cosines=self._packing.keep(cosines[0]),
+            sines=self._packing.keep(sines[0]),
+            final_gains=self._packing.keep(inner.norm.weight),
             # The logits stay exact: rounded, the best two would tie.
             head=self._describe_product([model.lm_head], is_int8=False),
             epsilon=inner.norm.variance_epsilon,
@@ -289,14 +302,14 @@ class NativeRunner(Worker):
             heads = attention.q_proj.out_features // attention.head_dim
             kv_heads = attention.k_proj.out_features // attention.head_dim
             q, k = attention.q_norm.weight, attention.k_norm.weight
-            qk_gains = self._keep(torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1))))
+            qk_gains = self._packing.keep(torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1))))
         return Layer(
             qkv=self._describe_product([attention.q_proj, attention.k_proj, attention.v_proj], is_int8),
             output=self._describe_product([attention.o_proj], is_int8),
             gate_up=self._describe_product([mlp.gate_proj, mlp.up_proj], is_int8),
             down=self._describe_product([mlp.down_proj], is_int8),
-            attention_gains=self._keep(layer.input_layernorm.weight),
-            mlp_gains=self._keep(layer.post_attention_layernorm.weight),
+            attention_gains=self._packing.keep(layer.input_layernorm.weight),
+            mlp_gains=self._packing.keep(layer.post_attention_layernorm.weight),
             qk_gains=qk_gains,
             cache=self._cache.layers[index].rows.data_ptr(),
             window=kind.window or 0,
@@ -305,34 +318,5 @@ class NativeRunner(Worker):
     def _describe_product(self, linears: list[nn.Linear], is_int8: bool) -> Product:
         """One product whose outputs are those of several layers that share their input, side by side."""
         weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
-        outputs, inputs = weight.shape
-        scales = offsets = bias = None
-        format_ = Format.INT8
-        if linears[0].bias is not None:
-            bias = self._keep(self._pad(torch.cat([linear.bias.detach() for linear in linears])))
-        if is_int8:
-            integers, scale = _quantise(weight)
-            rounded = self._pad(nn.functional.pad(integers, (0, -inputs % self._group)))
-            scales = self._keep(self._pad(scale))
-            offsets = self._keep((rounded.sum(dim=1, dtype=torch.float64) * _ZERO_BYTE).to(torch.int32))
-            groups = rounded.to(torch.int8).view(-1, self._panel, rounded.shape[1] // self._group, self._group)
-            packed = groups.transpose(1, 2)
-        else:
-            format_, packed = (pack_shortest if self._is_compact else pack)(self._pad(weight), self._panel)
-        return Product(
-            weights=self._keep(packed), format=format_, scales=scales, offsets=offsets, bias=bias,
-            inputs=inputs, outputs=outputs,
-        )  # fmt: skip
-
-    def _pad(self, rows: torch.Tensor) -> torch.Tensor:
-        """[outputs, ...] -> [whole panels of outputs, ...], zeros appended."""
-        padding = self._padded(len(rows)) - len(rows)
-        return torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:]))) if padding else rows
-
-    def _padded(self, outputs: int) -> int:
-        return -(-outputs // self._panel) * self._panel
-
-    def _keep(self, tensor: torch.Tensor) -> int:
-        """The address of a contiguous copy that lives as long as this runner."""
-        self._kept.append(tensor.detach().contiguous())
-        return self._kept[-1].data_ptr()
+        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        return self._packing.product(weight, bias, is_int8=is_int8)

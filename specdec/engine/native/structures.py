@@ -35,6 +35,8 @@ class Layer(Structure):
         ("qk_gains", c_void_p),
         ("cache", c_void_p),
         ("window", c_int64),
+        ("mark", c_int64),
+        ("unseen", c_float),
     ]
 
 
@@ -60,6 +62,23 @@ class Model(Structure):
         ("scaling", c_float),
         ("tapped", c_void_p),
         ("num_tapped", c_int64),
+        ("draft_heads", c_void_p),
+        ("num_draft_heads", c_int64),
+    ]
+
+
+class DraftHead(Structure):
+    """A draft head of one layer."""
+
+    _fields_ = [
+        ("model", Model),
+        ("features_of", Product),
+        ("taps", c_void_p),
+        ("num_taps", c_int64),
+        ("feature_gains", c_void_p),
+        ("features", c_void_p),
+        ("adds_normed", c_int64),
+        ("keeps_normed", c_int64),
     ]
 
 
@@ -81,6 +100,7 @@ class Batch(Structure):
         ("qkv", c_void_p),
         ("attended", c_void_p),
         ("gate_up", c_void_p),
+        ("joined", c_void_p),
         ("high", c_void_p),
         ("low", c_void_p),
         ("row_scales", c_void_p),

@@ -27,6 +27,7 @@ from specdec.engine.model.checkpoint_model import (
     pick_dtype,
     pool_blocks,
 )
+from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
@@ -110,6 +111,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
     if getattr(config, "quantization_config", None) is not None:
         raise Unsupported(f"{FLAG}: model {wanted.model!r} is quantised, and is not divided", field="tensor_parallel")
     token_to_id = load_vocabulary(directory)
+    settle_cuda()
     register_attention()
     register_probe()
     began_s = time.monotonic()

@@ -76,7 +76,7 @@ class SimulatedDraft(SimulatedReplica):
         return proposal
 
     async def score(self, request: ScoreRequest) -> Score:
-        """See `DraftEngine.score`. Answered at once where no call is in work: it takes the device no time.
+        """See `DraftEngine.score`. Answered at once where no call is in work, with the time that it would have taken.
 
         Raises:
             InvalidRequest: the request can never run.
@@ -92,7 +92,8 @@ class SimulatedDraft(SimulatedReplica):
             q = [_mass(token_id, text.support(position)) for position, token_id in scored]
         else:
             q = [float(text.draft_choice(position) == token_id) for position, token_id in scored]
-        return Score(tuple(q), forward_s=0.0, step_s=self._pair.draft_step_s())
+        num_tokens = asked.committed_len + len(request.token_ids) - 1
+        return Score(tuple(q), forward_s=self._forward.step_s(num_tokens), step_s=self._pair.draft_step_s())
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         request = cast(ProposeRequest, job.call.request)

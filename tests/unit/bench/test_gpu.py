@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
 from bench import gpu
+from bench.gpu_attention import attention_rows
+from bench.rows import Origin, Row
 
 CONFIG = LlamaConfig(
     hidden_size=64,
@@ -45,3 +48,19 @@ def test_each_model_gets_its_step_and_its_ratio_to_the_floor() -> None:
     for name, num_layers in (("target", 6), ("draft", 3)):
         floor_ms = 2 * (num_layers * layer + head) / bytes_per_s * 1e3  # bfloat16
         assert found[name, "step_over_floor"].value == pytest.approx(found[name, "step_ms"].value / floor_ms)
+
+
+def test_both_attentions_of_a_step_are_timed_where_they_run(capsys: pytest.CaptureFixture[str]) -> None:
+    row = partial(Row, suite="gpu", row=None, origin=Origin(), quick=True)
+    rows = attention_rows(CONFIG, "cpu", "tiny", row, 1e9, sizes=[(2, 20), (65, 20)])
+    systems = {row.system for row in rows}
+    assert "gathered" in systems
+    # 2 sequences of 20 tokens, 2 heads of 16 keys and values, two bytes each.
+    floor_us = 2 * 20 * 2 * 2 * 16 * 2 / 1e9 * 1e6
+    for system in systems:
+        found = {row.metric: row.value for row in rows if row.system == system}
+        assert found["layer_over_floor"] == pytest.approx(found["layer_us"] / floor_us)
+    missing = {"paged", "gathered"} - systems
+    said = capsys.readouterr().err
+    assert all(f"bench gpu: {name} attention: " in said for name in missing)
+    assert "bench gpu: gathered attention: no step of 65 sequences of 20 tokens is captured" in said

@@ -8,10 +8,10 @@ import pytest
 
 from specdec.engine.base import SequenceSlice
 from specdec.engine.captured.buckets import Bucket, Buckets, ContextSteps
+from specdec.engine.model.options import row_counts
 from specdec.types import BLOCK_TOKENS
 
 GATHERED = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
-UNBOUNDED = ContextSteps(first_tokens=8192, growth=16, most_tokens=None)
 WIDTHS = (1, 2, 3, 5, 9)
 
 
@@ -28,8 +28,8 @@ def holds(bucket: Bucket, slices: list[SequenceSlice]) -> bool:
     )
 
 
-@pytest.mark.parametrize("steps", [GATHERED, UNBOUNDED])
-def test_a_step_runs_in_a_bucket_than_which_none_that_holds_it_is_smaller(steps: ContextSteps) -> None:
+@pytest.mark.parametrize("steps", [GATHERED, None])
+def test_a_step_runs_in_a_bucket_than_which_none_that_holds_it_is_smaller(steps: ContextSteps | None) -> None:
     rng = random.Random(1)
     buckets = Buckets(WIDTHS, steps, 9000)
     every = buckets.largest_first()
@@ -64,6 +64,14 @@ def test_rows_and_gathered_contexts_are_bounded_and_so_is_the_number_of_recordin
         assert max(bucket.num_sequences * bucket.num_blocks * BLOCK_TOKENS for bucket in every) <= 1 << 17
         assert len(every) <= 120
         assert Bucket(1, 9, -(-context // BLOCK_TOKENS)) in every
+
+
+@pytest.mark.parametrize("context", [40, 8192, 131_072])
+def test_one_bucket_a_size_serves_every_context_where_contexts_are_not_recorded_apart(context: int) -> None:
+    """What starting takes and what recordings hold on to: a target of gamma up to 16, and its draft."""
+    assert len(Buckets(row_counts(17), None, context).largest_first()) == 39 <= 45
+    assert len(Buckets(row_counts(2), None, context).largest_first()) == 14
+    assert len(Buckets(row_counts(17), GATHERED, 8192).largest_first()) == 108
 
 
 def test_a_service_without_widths_records_nothing() -> None:

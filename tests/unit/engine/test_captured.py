@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,13 +220,13 @@ def test_what_finds_no_memory_stays_eager_and_the_rest_is_captured(
 
     def cramped(step: Callable[[], None]) -> Callable[[], None]:
         attempts.append(step)
-        if 1 < len(attempts) <= 7:  # the first is the trial of varlen attention; then the six of 64 sequences
+        if len(attempts) <= 6:  # the six of 64 sequences
             raise torch.OutOfMemoryError("no room")
         return direct(step)
 
     pair = Pair(mixed)
     pair.captured, pair.capture = load(mixed, capture=cramped), direct
-    assert f"captured {len(attempts) - 7} of {len(attempts) - 1} step graphs with gathered attention" in caplog.text
+    assert f"captured {len(attempts) - 6} of {len(attempts)} step graphs with gathered attention" in caplog.text
     one = piece(random_tokens(12, 1), 0, 1, pair.tables[0], 1)
     pair.run(*[one] * 32)
     pair.run(*[one] * 33, is_captured=False)
@@ -238,91 +239,14 @@ def test_capturing_shows_its_progress(mixed: Path, caplog: pytest.LogCaptureFixt
     assert shown == [f"{part}/7" for part in range(1, 8)]
 
 
-def varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-) -> torch.Tensor:
-    """What `torch.nn.attention.varlen.varlen_attn` documents of paged keys, in plain operations.
-
-    A window is counted from the row's own place, the last row being at the last key; a row that sees nothing gives 0.
-    """
-    assert cu_seq_k is None
-    assert enable_gqa
-    assert block_table.dtype == seqused_k.dtype == cu_seq_q.dtype == torch.int32
-    assert max_k == block_table.shape[1] * key.shape[1]
-    left, right = window_size
-    output = torch.zeros_like(query)
-    bounds = cu_seq_q.tolist()
-    for index, length in enumerate(seqused_k.tolist()):
-        first, end = bounds[index], bounds[index + 1]
-        assert end - first <= max_q
-        own = block_table[index].long()
-        keys, values = (
-            pool[own].flatten(0, 1)[:length].repeat_interleave(query.shape[1] // pool.shape[2], dim=1)
-            for pool in (key, value)
-        )
-        places = torch.arange(end - first)[:, None] + length - (end - first)
-        distances = torch.arange(length)[None, :] - places
-        visible = distances <= right
-        if left >= 0:
-            visible &= distances >= -left
-        scores = torch.einsum("qhd,khd->hqk", query[first:end], keys) * scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
-        output[first:end] = torch.einsum("hqk,khd->qhd", weights, values)
-    return output
-
-
-def test_varlen_attention_over_block_tables_is_taken_where_it_is_right(
+def test_without_triton_blocks_are_gathered_and_one_warning_says_so(
     mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attention)
-    pair = Pair(mixed)
-    assert "with varlen attention" in caplog.text
-    check_ragged_steps(pair)
-
-
-def aligned_to_the_first_key(*tensors: torch.Tensor | int | None, seqused_k: torch.Tensor, **options: object):
-    """Rows are counted from the first key on instead of from the last one back."""
-    max_q = tensors[5]
-    rows = [
-        varlen_attention(*tensors, seqused_k=torch.full_like(seqused_k, place + 1), **options)[place::max_q]
-        for place in range(max_q)
-    ]
-    return torch.stack(rows, dim=1).flatten(0, 1)
-
-
-def one_key_too_few(*tensors: torch.Tensor | int | None, window_size: tuple[int, int], **options: object):
-    """A window that counts the row itself."""
-    left, right = window_size
-    return varlen_attention(*tensors, window_size=(left - 1 if left > 0 else left, right), **options)
-
-
-def without_tables(*tensors: torch.Tensor | int | None, block_table: torch.Tensor, **options: object):
-    """Blocks are read one after the other."""
-    table = torch.arange(block_table.numel(), dtype=torch.int32).view(block_table.shape) % len(tensors[1])
-    return varlen_attention(*tensors, block_table=table, **options)
-
-
-@pytest.mark.parametrize("wrong", [aligned_to_the_first_key, one_key_too_few, without_tables])
-def test_varlen_attention_that_computes_something_else_is_found_out(
-    wrong: Callable[..., torch.Tensor], mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Negative control of the trial."""
-    caplog.set_level(logging.INFO, logger="specdec")
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
-    pair = Pair(mixed)
-    assert "varlen attention is off by" in caplog.text
+    monkeypatch.setitem(sys.modules, "triton", None)
+    pair = Pair(mixed, attention="paged")
+    (warning,) = (message for level, message in specdec_records(caplog) if level == "WARNING")
+    assert warning.startswith("paged attention does not run here: ")
+    assert "triton" in warning
     assert "with gathered attention" in caplog.text
     pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))

@@ -80,7 +80,7 @@ def test_medusa_heads_give_what_the_paper_says_and_are_counted_by_their_tensors(
     expected = medusa_logits(model, tensors, TOKENS[:-1])[:, -1]
     drafted = HeadDrive(head, TOKENS, hidden_states(model, TOKENS[:-1]), 16).draft(3)
     torch.testing.assert_close(drafted.double(), expected, atol=1e-4, rtol=1e-4)
-    assert head.num_heads == 3
+    assert head.max_draft_tokens == 3
 
 
 def test_medusa_heads_in_vllms_form_are_the_same_heads(
@@ -287,6 +287,10 @@ REFUSED_MEDUSA: dict[str, tuple[Callable[[Tensors], object], str]] = {
     ),
     "no_bias": (lambda t: t.pop("0.0.linear.bias"), "lacks the tensor 0.0.linear.bias"),
     "gap": (lambda t: t.pop("1.0.linear.weight"), "lacks Medusa head 1 of 3"),
+    "far_gap": (
+        lambda t: put(t, "999999999999.0.linear.weight", torch.zeros(1)),
+        "lacks Medusa head 3 of 1000000000000",
+    ),
     "none": (lambda t: t.clear(), "holds no Medusa head"),
 }
 
@@ -299,6 +303,28 @@ def test_medusa_heads_that_do_not_fit_are_refused_in_one_line(target: TargetPart
     with pytest.raises(InvalidRequest) as refused:
         load_head(spec("medusa", write_medusa(tmp_path, tensors)), target)
     assert line in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1).expand(1 << 20, 1 << 20),
+        torch.eye(WIDTH).to_sparse(),
+        torch.quantize_per_tensor(torch.eye(WIDTH), 0.1, 0, torch.qint8),
+    ],
+    ids=["larger than its file", "sparse", "quantised"],
+)
+@pytest.mark.parametrize("name", ["0.0.linear.weight", "of no use"])
+def test_a_tensor_that_is_not_all_there_is_refused_in_one_line(
+    target: TargetParts, tmp_path: Path, tensor: torch.Tensor, name: str
+) -> None:
+    tensors = {**medusa_tensors(WIDTH, VOCABULARY_SIZE), name: tensor}
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    assert (tmp_path / "medusa_lm_head.pt").stat().st_size < 1 << 20
+    with pytest.raises(InvalidRequest) as refused:
+        load_head(spec("medusa", tmp_path), target)
+    assert str(tmp_path) in refused.value.message
     assert "\n" not in refused.value.message
 
 

@@ -167,6 +167,15 @@ async def test_where_the_context_ends_the_draft_ends() -> None:
     await verifier.close()
 
 
+async def test_a_draft_has_no_more_tokens_than_it_can_have_whatever_is_asked_for() -> None:
+    verifier = Verifier(TableWorker(local_drafts=LOCAL, local_gammas=tuple(2 for _ in LOCAL)))
+    await begun(verifier)
+    answer = await verifier.verify(asked(21, start=20))
+    assert answer.drafted is not None
+    assert len(answer.drafted.draft_token_ids) == 2
+    await verifier.close()
+
+
 async def test_a_draft_ends_with_an_end_token(verifier: Verifier) -> None:
     await begun(verifier)
     whole = await verifier.verify(asked(21, start=20))

@@ -1,0 +1,117 @@
+"""Attention of captured draft steps alone: one layer's, by our kernels and over gathered blocks, on one device.
+
+Each over its floor, the bytes of the keys and values over the copy bandwidth of the same run. What a step chooses by
+itself is the first of both; whatever does not run is said and left out. Not here: whole steps (`gpu_engine`). Called by
+the `gpu` suite.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import LlamaConfig
+
+from bench.report import progress
+from bench.rows import Row
+from specdec.engine.base import SequenceSlice
+from specdec.engine.captured.buckets import Buckets
+from specdec.engine.captured.capture import CudaCapture
+from specdec.engine.captured.paged_attention import PagedAttention
+from specdec.engine.captured.static_attention import GatheredAttention, StaticAttention
+from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
+from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.kv_cache import KvCache, LayerShape
+from specdec.engine.model.options import first_line
+from specdec.types import BLOCK_TOKENS
+
+#: (sequences, tokens of each one's context)
+SIZES = ((1, 512), (1, 2100), (1, 8000), (16, 512), (16, 8000), (64, 512))
+# Launched together, as a step's layers are: one alone would be bound by its launch.
+_LAYERS = 16
+_NUM_RUNS = 30
+
+
+def attention_rows(
+    config: LlamaConfig,
+    device: str,
+    shape: str,
+    row: Callable[..., Row],
+    bytes_per_s: float,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+) -> list[Row]:
+    """Times of one layer's attention.
+
+    Args:
+        config: whose heads.
+        device: on what.
+        shape: what the rows call the model.
+        row: makes a row of this suite.
+        bytes_per_s: of a copy, read and written.
+        sizes: of the steps.
+    """
+    rows = []
+    with progress("gpu: attention", len(sizes)) as advance:
+        for num_sequences, num_tokens in sizes:
+            case = f"{shape}, attention of one layer, {num_sequences} sequences, context {num_tokens}"
+            for attention_class in (PagedAttention, GatheredAttention):
+                try:
+                    seconds, num_bytes = _layer_s(config, device, attention_class, num_sequences, num_tokens)
+                except Exception as error:
+                    print(f"bench gpu: {attention_class.name} attention: {first_line(error)}", file=sys.stderr)
+                    continue
+                floor_s = num_bytes / bytes_per_s
+                rows += [
+                    row(case=case, system=attention_class.name, metric="layer_us", value=seconds * 1e6, unit="us"),
+                    row(case=case, system=attention_class.name, metric="layer_over_floor", value=seconds / floor_s,
+                        unit="x", ratio_to="floor"),
+                ]  # fmt: skip
+            advance()
+    return rows
+
+
+def _layer_s(
+    config: LlamaConfig,
+    device: str,
+    attention_class: type[PagedAttention] | type[GatheredAttention],
+    num_sequences: int,
+    num_tokens: int,
+) -> tuple[float, int]:
+    """Seconds of one layer, and the bytes of the keys and values that it reads."""
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    dim = config.hidden_size // num_heads
+    kind = AttentionKind(None, num_heads // num_kv_heads, None)
+    num_blocks = -(-num_tokens // BLOCK_TOKENS)
+    place = torch.device(device)
+    cache = KvCache([LayerShape(num_kv_heads, dim, dim)], num_blocks=num_sequences * num_blocks + 1,
+                    dtype=torch.bfloat16, device=place)  # fmt: skip
+    cache.layers[0].blocks.normal_()
+    attention: StaticAttention = attention_class(cache, [kind])
+    ids = torch.randperm(num_sequences * num_blocks).view(num_sequences, num_blocks).tolist()
+    slices = [SequenceSlice((0,), num_tokens - 1, tuple(table), 1) for table in ids]
+    bucket = Buckets((1,), attention.context_steps, max(num_tokens, 8192)).smallest_for(slices)
+    if bucket is None:
+        raise ValueError(f"no step of {num_sequences} sequences of {num_tokens} tokens is captured")
+    inputs = StaticInputs(bucket, StepNumbers(input_size(bucket), place), cache.num_blocks - 1,
+                          packs_tables=attention.packs_tables)  # fmt: skip
+    query = torch.randn(bucket.num_rows, num_heads, dim).to(place, torch.bfloat16)
+    kv_rows = torch.randn(bucket.num_rows, 2 * num_kv_heads * dim).to(place, torch.bfloat16)
+    with torch.inference_mode():
+        inputs.fill(slices)
+        _, context = attention.lay_out(inputs)
+
+        def step() -> None:
+            for _ in range(_LAYERS):
+                context.attend_rows(0, query, kv_rows, dim**-0.5, None)
+
+        run = CudaCapture(place)(step) if place.type == "cuda" else step
+        seconds = []
+        for _ in range(3 + _NUM_RUNS if place.type == "cuda" else 1):
+            began = time.perf_counter()
+            run()
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            seconds.append(time.perf_counter() - began)
+    num_bytes = num_sequences * num_tokens * cache.layers[0].shape.row_width * torch.bfloat16.itemsize
+    return statistics.median(seconds[-_NUM_RUNS:]) / _LAYERS, num_bytes

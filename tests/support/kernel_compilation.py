@@ -1,0 +1,67 @@
+"""Compiles the kernels of paged attention for a Hopper card, with or without one, and says what came of it in JSON.
+
+A program of its own: where a test interprets kernels, Triton compiles none. Called by tests.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specdec.engine.captured.paged_kernels import attend_parts, merge_parts
+
+HOPPER = GPUTarget("cuda", 90, 32)
+COUNTS = {"num_rows": "i32", "num_sequences": "i32", "query_stride": "i32"}
+FACTORS = {"score_factor": "fp32", "softcap": "fp32"}
+NUMBERS = {"tables": "*i64", "table_firsts": "*i64", "lengths": "*i64", "first_rows": "*i32"}
+PARTS = {"part_sums": "*fp32", "part_maxima": "*fp32", "part_weights": "*fp32"}
+#: Heads of Llama 3.1 8B, and a Gemma's: a window, a cap, a size that is no power of two.
+LLAMA: dict[str, Any] = {
+    "WINDOW": 0, "IS_CAPPED": False, "NUM_KV_HEADS": 8, "QUERIES_PER_KV_HEAD": 4, "KEY_DIM": 128, "VALUE_DIM": 128,
+    "KEY_PAD": 128, "VALUE_PAD": 128, "PAGE_TOKENS": 16, "TILE_ROWS": 32, "TILE_QUERIES": 8, "TILE_KEYS": 64,
+    "UNIT_TILES": 2, "NUM_SPLITS": 16, "MOST_SEQUENCES": 64, "WIDENS_OPERANDS": False,
+}  # fmt: skip
+GEMMA = LLAMA | {"WINDOW": 512, "IS_CAPPED": True, "KEY_DIM": 80, "VALUE_DIM": 80, "TILE_ROWS": 16, "TILE_QUERIES": 4}
+MERGING = {"WINDOW": 0, "NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_PAD": 128, "UNIT_KEYS": 128, "NUM_SPLITS": 16,
+           "MOST_SEQUENCES": 64, "TILE_OUTPUTS": 1}  # fmt: skip
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
+    places = {name: place for place, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in places},
+        {(places[name],): value for name, value in constants.items()},
+        # What PyTorch allocates begins at such addresses, and heads side by side are as wide.
+        {(places[name],): [["tt.divisibility", 16]] for name in ("query", "kv_rows", "query_stride") if name in places},
+    )
+    result = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 3})
+    ptx = result.asm["ptx"]
+    return {
+        "machine_code_bytes": len(result.asm["cubin"]),
+        "shared_bytes": result.metadata.shared,
+        "uses_tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
+        "copies_ahead": "cp.async" in ptx,
+        "spills": ".local" in ptx,
+    }
+
+
+def main() -> None:
+    types = NUMBERS | PARTS | COUNTS | FACTORS | {"query": "*bf16", "kv_rows": "*bf16"}
+    json.dump(
+        {
+            "llama": compiled(attend_parts, types, LLAMA),
+            "gemma": compiled(attend_parts, types, GEMMA),
+            "merging": compiled(merge_parts, NUMBERS | PARTS | {"output": "*bf16", **COUNTS}, MERGING),
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What `specdec up` serves, from its command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdec.cli import up_flags
+from specdec.cli.__main__ import build_parser
+from specdec.local_drafts import parse_local_drafts
+
+DRAFTS = ("eagle3:heads", "exit=early-exit:3:heads/adapter.safetensors", "medusa:some/hub-id", "mtp")
+
+
+def served(*flags: str) -> up_flags.Models:
+    drafts = [word for draft in DRAFTS for word in ("--draft", draft)]
+    return up_flags.models(build_parser({}).parse_args(["up", "--target", "some/model", *drafts, *flags]))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with heads in it."""
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "adapter.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_paths_of_heads_and_adapters_hold_on_the_machines_of_a_ray_cluster(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas run in directories of their own there; what is no path here is left to them."""
+    local_drafts = served("--ray-address", "127.0.0.1:1").local_drafts
+    monkeypatch.chdir("/")
+    specs = parse_local_drafts(local_drafts)
+    assert [(spec.name, spec.kind, spec.num_layers, spec.path) for spec in specs] == [
+        ("eagle3", "eagle3", 0, str(here / "heads")),
+        ("exit", "early-exit", 3, str(here / "heads" / "adapter.safetensors")),
+        ("medusa", "medusa", 0, "some/hub-id"),
+        ("mtp", "mtp", 0, ""),
+    ]
+
+
+def test_on_this_machine_they_are_handed_on_as_they_were_given() -> None:
+    assert served().local_drafts == DRAFTS

@@ -1,0 +1,171 @@
+"""A request's pool changes between two rounds where that pays, and not otherwise: by times and scores that are given.
+
+Real replicas say which pools there are; what they would take and score is told here, so that no test looks at a clock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+
+from coordinator.requests import Provenance
+from coordinator.round.acceptance import Acceptance
+from coordinator.round.gamma import PoolRecord, RoundTimes
+from coordinator.round.request_route import WORTH_LEAVING, RequestRoute
+from coordinator.round.routes import Routes
+from coordinator.round.runner import RoundOutcome
+from coordinator.round.setting import RoundSetting
+from coordinator.round.tokens import SessionTokens
+from coordinator.routing.expected_rounds import expected_rounds
+from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, Span
+from specdec.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest
+from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
+from tests.support.round_driver import make_round
+
+CLASS = "c"
+PROMPT, SPAN = 40, MAX_SCORED_TOKENS
+MUCH = 10_000
+
+#: How much of a token's probability each pool has.
+Q = {"a": 0.2, "b": 0.9}
+
+
+class ToldScores(ScoreQueue):
+    """Scores a span at once, as `Q` says, without asking anybody."""
+
+    prefill_s = 0.0
+    """Of a token."""
+
+    def put(self, span: Span) -> None:
+        num_tokens = span.request.position.committed_len + len(span.p)
+        for pool in span.pools:
+            score = Score((Q[pool],) * len(span.p), forward_s=self.prefill_s * num_tokens, step_s=0.001)
+            span.on_scored(pool, score)
+        span.on_end()
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[Coordinator]:
+    async with Rig(drafts=0) as rig:
+        for pool in Q:
+            rig.services.append(await start_service("draft", salt=1, pool=pool))
+        yield await rig.coordinator(routes=True)
+
+
+def record(alpha: float) -> PoolRecord:
+    """Of a pool whose drafts took a millisecond a token, and their verification twenty."""
+    of_pool = PoolRecord()
+    for gamma in (1, 2, 4, 8) * 8:
+        accepted = round(alpha * gamma)
+        of_pool.observe(RoundTimes(gamma, accepted, 0.001 * gamma, 0.021, 0.02, 1, 1, 100, gamma, gamma + 1))
+    return of_pool
+
+
+def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcome:
+    count = num_accepted + 1
+    provenance = Provenance((), (1.0,) * count, (0.0,) * count, pool, ())
+    return RoundOutcome((7,) * count, provenance, num_draft_tokens, num_accepted, 0.0, 0.02, 0, 0, pool, "")
+
+
+class Request:
+    """One request that pool a drafts for, four tokens a round."""
+
+    def __init__(self, coordinator: Coordinator, prefill_s: float, records: dict[str, PoolRecord]) -> None:
+        self.scores = ToldScores(coordinator.pools)
+        self.scores.prefill_s = prefill_s
+        self.routes = Routes(coordinator.pools, records, self.scores, None, lambda _: "")
+        setting = RoundSetting("s", 1, 0, PROMPT, SamplingFilters(), 1, Mode.REJECTION, None, VOCABULARY, None)
+        self.tokens = SessionTokens([5] * PROMPT)
+        self.route = RequestRoute(CLASS, self.routes, setting, self.tokens)
+        assert self.route.begin() == "a"
+
+    def run(self, num_rounds: int, num_accepted: int = 0) -> None:
+        for _ in range(num_rounds):
+            outcome = round_of("a", 4, num_accepted)
+            self.tokens.extend(outcome.token_ids)
+            self.route.note(outcome, len(outcome.token_ids))
+
+    def seconds_of(self, pool: str, tested: Sequence[float], accepted: Sequence[float]) -> float:
+        """What a token takes with a pool, by what the span showed of it."""
+        own = Acceptance(1.0)
+        own.add(tested, accepted, 1.0)
+        rate = self.routes.rate(CLASS, pool, len(self.tokens), own)
+        assert rate is not None
+        return 1.0 / rate
+
+
+def records() -> dict[str, PoolRecord]:
+    known: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
+    known["a"] = record(0.2)
+    return known
+
+
+async def break_even(coordinator: Coordinator) -> float:
+    """Seconds of prefill a token at which another pool is as good as worth leaving for, after one span."""
+    request = Request(coordinator, 1.0, records())
+    request.run(SPAN + 1)
+    scored = expected_rounds([Q["b"]] * SPAN, 8)
+    here_s = request.seconds_of("a", [float(SPAN)], [0.0])
+    there_s = request.seconds_of("b", scored.tested, scored.accepted)
+    rest = len(request.tokens) - PROMPT
+    assert there_s < 0.6 * here_s
+    return rest * (WORTH_LEAVING * here_s - there_s) / len(request.tokens)
+
+
+@pytest.mark.parametrize(("share", "pool"), [(0.1, "b"), (0.98, "b"), (1.02, "a"), (10.0, "a")])
+async def test_a_pool_is_left_in_mid_stream_where_the_rest_pays_the_others_prefill(
+    coordinator: Coordinator, share: float, pool: str
+) -> None:
+    """The rest is taken to be as long as what there is already, and the other must win by a margin."""
+    request = Request(coordinator, share * await break_even(coordinator), records())
+    request.run(SPAN)
+    assert request.route.next_pool("a", MUCH) == "a", "nothing was scored yet"
+    request.run(1)
+    assert request.route.next_pool("a", MUCH) == pool
+    assert request.route.next_pool("a", MUCH) == "a", "asked once after each span"
+
+
+async def test_a_pool_is_not_left_for_the_few_tokens_that_may_still_come(coordinator: Coordinator) -> None:
+    prefill_s = 0.5 * await break_even(coordinator)
+    request = Request(coordinator, prefill_s, records())
+    request.run(SPAN + 1)
+    assert request.route.next_pool("a", SPAN // 4) == "a"
+    request.run(SPAN)
+    assert request.route.next_pool("a", MUCH) == "b"
+
+
+async def test_a_pool_is_not_left_for_one_whose_times_nobody_knows(coordinator: Coordinator) -> None:
+    request = Request(coordinator, 1e-9, defaultdict(PoolRecord))
+    request.run(SPAN + 1)
+    assert request.route.next_pool("a", MUCH) == "a"
+
+
+async def test_a_pool_is_not_left_for_one_that_is_as_good(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Q, "b", 0.0)
+    request = Request(coordinator, 1e-9, records())
+    for _ in range(6):
+        request.run(SPAN + 1)
+        assert request.route.next_pool("a", MUCH) == "a"
+
+
+async def test_of_the_pool_that_drafts_the_tokens_count_that_were_tested(coordinator: Coordinator) -> None:
+    request = Request(coordinator, 1e-9, records())
+    request.run(SPAN, num_accepted=1)  # and one refused; two were never looked at
+    (figures,) = request.routes.figures("a")
+    assert figures.alpha == pytest.approx(0.5)
+
+
+async def test_of_more_spans_than_may_wait_the_oldest_are_dropped(coordinator: Coordinator) -> None:
+    queue, ended = ScoreQueue(coordinator.pools), list[int]()
+    request = ScoreRequest(make_round([5]), np.array([5], np.uint32))
+    for index in range(MAX_WAITING + 8):
+        queue.put(Span(request, (1.0,), (), lambda pool, score: None, partial(ended.append, index)))
+    await queue.settle()
+    assert queue.num_dropped == 8
+    assert ended == list(range(8, MAX_WAITING + 8))

@@ -1,0 +1,175 @@
+"""Captured steps through the kernels of paged attention, in Triton's interpreter, and what they are tried for first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from specdec.engine.base import StepPlan
+from specdec.engine.captured import paged_attention as module
+from specdec.engine.captured.paged_attention import RaggedRows, Splitting, paged_attention
+from tests.support.captured_rig import (
+    MIXED_LAYERS,
+    NAN_TOKEN_ID,
+    CountedCapture,
+    Pair,
+    Tape,
+    build,
+    check_ragged_steps,
+    load,
+    piece,
+    random_tokens,
+    record_on_tape,
+)
+
+pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled on this machine: see tests/gpu"
+)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With and without a window."""
+    return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=MIXED_LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes some milliseconds for each: one a tile and KV head. Splits have tests of their own."""
+    few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
+    monkeypatch.setattr(module, "Splitting", lambda: few)
+
+
+def counted() -> CountedCapture:
+    return CountedCapture(warms_up=False)
+
+
+def test_steps_through_the_kernels_equal_eager_ones(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    pair = Pair(mixed, capture=counted(), attention="paged")
+    # Of all contexts: 1, 2, 4 ... 64 sequences of 1, 3 and 5 rows.
+    assert "captured 21 of 21 step graphs with paged attention" in caplog.text
+    check_ragged_steps(pair, num_steps=4)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None:
+    pair = Pair(mixed, capture=counted(), attention="paged")
+    for table in pair.tables[1:3]:
+        assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), is_captured=False).isnan().all()
+    one, two = random_tokens(8, 60), random_tokens(9, 60)
+    pair.run(piece(one, 0, 12, pair.tables[1], 1), piece(two, 0, 12, pair.tables[2], 1), is_captured=False)
+    for start in range(12, 18, 3):  # across the end of a page
+        poison = piece([NAN_TOKEN_ID] * 60, start, start + 1, pair.tables[3], 1)
+        first = piece(one, start, start + 3, pair.tables[1], 3)
+        assert pair.run(first, piece(two, start, start + 3, pair.tables[2], 2), poison)[:5].isfinite().all()
+
+
+def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded of padding, the kernels are launched again with the same tensors and numbers, as a graph does it."""
+
+    def on_tape(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tape = _get_current_dispatch_mode()
+        if not isinstance(tape, Tape):
+            return paged_attention(*args, **kwargs)
+        with _disable_current_modes():
+            return tape.note(paged_attention, args, kwargs)
+
+    monkeypatch.setattr(module, "paged_attention", on_tape)
+    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
+    pair = Pair(mixed, capture=record_on_tape, widths=(1, 3), attention="paged")
+    one, two = random_tokens(14, 60), random_tokens(15, 60)
+    pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), is_captured=False)
+    ends = [40, 9]
+    for widths in ((3, 1), (2, 3), (0, 2)):
+        slices = []
+        for index, (tokens, width) in enumerate(zip((one, two), widths, strict=True)):
+            if width:
+                slices.append(piece(tokens, ends[index], ends[index] + width, pair.tables[index], width))
+            ends[index] += width
+        pair.run(*slices)
+
+
+def test_steps_that_no_recording_holds_take_the_kernels_too_and_neither_gather_nor_mask(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.engine.captured.ragged_steps._MOST_ROWS", 16)  # a chunk takes several launches
+    pair = Pair(mixed, capture=counted(), attention="paged")
+    one, two = random_tokens(16, 80), random_tokens(17, 40)
+    pair.run(piece(one, 0, 40, pair.tables[0], 1), is_captured=False)
+    # A chunk behind a prefix, a prompt from its first token on, a draft step.
+    mixture = StepPlan((
+        piece(one, 40, 61, pair.tables[0], 2), piece(two, 0, 18, pair.tables[1], 0), piece(two, 0, 1, pair.tables[2], 1)
+    ))  # fmt: skip
+    expected = pair.eager.execute(mixture)
+
+    def laid_out(*_: Any, **__: Any) -> None:
+        raise AssertionError("contexts are laid out to be gathered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("specdec.engine.model.model_runner.build_batch", laid_out)
+        actual = pair.captured.execute(mixture)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    pair.run(piece(one, 61, 66, pair.tables[0], 5), piece(two, 18, 19, pair.tables[1], 1))
+
+
+def lengths_off_by_one(*args: Any, **kwargs: Any) -> torch.Tensor:
+    query, layer, kind, rows = args
+    return paged_attention(query, layer, kind, replace(rows, lengths=rows.lengths - 1), **kwargs)
+
+
+def window_off_by_one(*args: Any, **kwargs: Any) -> torch.Tensor:
+    query, layer, kind, rows = args
+    return paged_attention(query, layer, replace(kind, window=kind.window and kind.window - 1), rows, **kwargs)
+
+
+def without_tables(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Blocks are read one after the other."""
+    query, layer, kind, rows = args
+    in_order = torch.arange(len(rows.tables)) % len(layer.blocks)
+    return paged_attention(query, layer, kind, RaggedRows(rows.first_rows, rows.lengths, in_order, rows.table_firsts),
+                           **kwargs)  # fmt: skip
+
+
+def failing(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("ptxas fatal: no such architecture\nand much more")
+
+
+@pytest.mark.parametrize("wrong", [lengths_off_by_one, window_off_by_one, without_tables])
+def test_kernels_that_compute_something_else_are_found_out(
+    wrong: Callable[..., torch.Tensor], mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Negative control of the trial."""
+    caplog.set_level(logging.INFO, logger="specdec")
+    monkeypatch.setattr(module, "paged_attention", wrong)
+    load(mixed, capture=counted(), attention="paged")
+    assert re.search(r"paged attention is off by [0-9.einf]+ here and is not used; steps gather", caplog.text)
+    assert "with gathered attention" in caplog.text
+
+
+def test_kernels_that_do_not_run_are_one_warning_and_gathered_attention(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    monkeypatch.setattr(module, "paged_attention", failing)
+    pair = Pair(mixed, capture=counted(), attention="paged")
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith("paged attention does not run here: ptxas fatal: no such architecture; steps gather")
+    assert "with gathered attention" in caplog.text
+    pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))
+
+
+def test_on_a_cpu_nothing_is_tried(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="specdec")
+    load(mixed, capture=counted())
+    assert "with gathered attention" in caplog.text
