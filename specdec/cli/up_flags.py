@@ -85,12 +85,9 @@ class _Draft(argparse.Action):
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
     parser.add_argument(
-        "--target",
-        metavar="PATH_OR_HUB_ID",
-        default="",
-        action=_Model,
+        "--target", metavar="PATH_OR_HUB_ID", default="", action=_Model,
         help="target model; default: the pair in models/demo",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--draft", metavar="[NAME=]PATH_OR_HUB_ID", default=(), action=_Draft,
         help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
@@ -105,12 +102,9 @@ def add_parser(commands: Any) -> None:
         "none: the first one given, where it asks for none; default none",
     )  # fmt: skip
     parser.add_argument(
-        "--tokenizer",
-        metavar="PATH_OR_HUB_ID",
-        default="",
-        action=_Model,
+        "--tokenizer", metavar="PATH_OR_HUB_ID", default="", action=_Model,
         help="of the coordinator; default: the target's",
-    )
+    )  # fmt: skip
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default 127.0.0.1:50051")
     parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT",
