@@ -37,7 +37,7 @@ from specdec.pool_names import PoolName
 from specdec.tenant import check_tenant
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
-_WILDCARD_HOSTS = ("0.0.0.0", "::", "")
+WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 # Underscores are no part of a host's name, but container networks give them.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 _MAX_ADDRESS_CHARACTERS = 300
@@ -107,7 +107,7 @@ def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
     A wildcard host is replaced by this machine's own address, which is right inside a container or a pod.
     """
     host, port = split_address(advertise or listen)
-    if not advertise and host in _WILDCARD_HOSTS:
+    if not advertise and host in WILDCARD_HOSTS:
         host = _own_host()
     return join_address(host, port or bound_port)
 
@@ -139,7 +139,7 @@ def _required_address(address: str) -> str:
     return address
 
 
-def _checked_redis_url(url: str) -> str:
+def checked_redis_url(url: str) -> str:
     if urlsplit(url).scheme not in _REDIS_SCHEMES:
         raise ValueError(f"must begin with redis://, rediss://, unix:// or be memory://, not {url!r}")
     return url
@@ -152,7 +152,7 @@ def _checked_tenant(tenant: str) -> str:
         raise ValueError(error.message.removeprefix("tenant: ")) from None
 
 
-def _checked_tier_url(url: str) -> str:
+def checked_tier_url(url: str) -> str:
     if url and urlsplit(url).scheme not in _REDIS_SCHEMES[:-1]:
         raise ValueError(f"must begin with redis://, rediss:// or unix://, not {url!r}")
     return url
@@ -180,10 +180,10 @@ OptionalAddress = Annotated[str, AfterValidator(_checked_address)]
 AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_commas)]
 """Several HOST:PORT: a repeated flag, or one comma-separated value."""
 
-RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
+RedisUrl = Annotated[str, AfterValidator(checked_redis_url)]
 """redis://, rediss://, unix:// or memory://."""
 
-OptionalTierUrl = Annotated[str, AfterValidator(_checked_tier_url)]
+OptionalTierUrl = Annotated[str, AfterValidator(checked_tier_url)]
 """redis://, rediss:// or unix://, or "" for none."""
 
 TenantName = Annotated[str, AfterValidator(_checked_tenant)]

@@ -1,7 +1,8 @@
 """What a checkpoint's small files tell before anything is loaded: whether it can be served, and beside which other.
 
 Not the loader's checks (`specdec.engine.loader`), which see the model itself: what passes here may be refused there.
-Reads JSON and tokenizers, never weights, and imports no torch. Called by `specdec up` and where a replica starts.
+Reads JSON, tokenizers and the headers of weights, and imports no torch. Called by `specdec up` and where a replica
+starts.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from typing import TYPE_CHECKING, Any
 from specdec.checkpoint import locate_checkpoint, require_plain_weights
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
 from specdec.gguf import is_gguf
+from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import load_tokenizer, vocabulary_fingerprint
+from specdec.weight_files import require_whole_gguf, require_whole_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _MASKED_NAMES = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+
+#: Keys and values are kept in two bytes a number at least.
+_LEAST_KV_NUMBER_BYTES = 2
 
 #: Files that say what kind of tokens a checkpoint speaks; where they are the same bytes, so is the vocabulary.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
@@ -34,17 +40,18 @@ def require_servable(model: str, *, flag: str) -> None:
     """Looks at a checkpoint's folder: its configuration, whether there is a tokenizer, whether there are weights.
 
     Args:
-        model: a checkpoint directory or a hub id, of which the small files alone are brought here.
+        model: a checkpoint directory, a GGUF file or a hub id, of which the small files alone are brought here.
         flag: what it was given by; messages begin with it.
 
     Raises:
-        InvalidRequest: no such checkpoint, or a file of it is missing or unreadable.
+        InvalidRequest: no such checkpoint, or a file of it is missing, unreadable or not whole.
         Unsupported: its type is no decoder-only language model that is known here, or its weights are quantised in a
             way that is not read.
     """
-    if is_gguf(Path(model).expanduser()):  # its conversion tells
-        return
     with _naming(flag):
+        if is_gguf(path := Path(model).expanduser()):  # its conversion tells the rest
+            require_whole_gguf(path)
+            return
         directory = locate_checkpoint(model, small_files_only=True)
         config = read_config(model, directory)
         _require_decoder_only(model, config)
@@ -52,8 +59,41 @@ def require_servable(model: str, *, flag: str) -> None:
         if not (directory / "tokenizer.json").is_file():
             raise InvalidRequest(f"model {model!r} has no tokenizer.json", field="model")
         # Of a hub id the weights come later.
-        if Path(model).expanduser().is_dir() and not _has_weights(directory):
-            raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
+        if path.is_dir():
+            if not _has_weights(directory):
+                raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
+            require_whole_weights(model, directory)
+
+
+def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: str) -> None:
+    """Looks at how large a KV cache is wanted; of a GGUF file its conversion tells.
+
+    Args:
+        model: one that `require_servable` lets pass.
+        kv_cache_bytes: what each rank may take.
+        num_ranks: that share the KV heads out.
+        flag: what `kv_cache_bytes` was given by.
+
+    Raises:
+        InvalidRequest: not one block fits, however the model is served.
+    """
+    if is_gguf(Path(model).expanduser()):
+        return
+    config = read_config(model, locate_checkpoint(model, small_files_only=True))
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    layers, heads, kv_heads, head_dim, width = (
+        number if isinstance(number := text.get(name), int) and number > 0 else 0
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    )
+    if not (layers and heads and (head_dim or width)) or text.get("kv_lora_rank"):  # the loader will tell
+        return
+    kv_heads, head_dim = kv_heads or heads, head_dim or width // heads
+    least = 2 * _LEAST_KV_NUMBER_BYTES * BLOCK_TOKENS * layers * -(-kv_heads // num_ranks) * head_dim
+    if kv_cache_bytes < least:
+        raise InvalidRequest(
+            f"{flag} must be at least {least}, one block of {BLOCK_TOKENS} tokens of {model!r}, got {kv_cache_bytes}",
+            field="kv_cache_bytes",
+        )
 
 
 def require_servable_pair(models: Mapping[str, str]) -> str:

@@ -1,27 +1,42 @@
 """Entry point of `specdec`: parses, runs one subcommand, turns errors into one line and an exit code.
 
-Not here: what subcommands do. This module alone reads the environment and installs signal handlers.
+Not here: what subcommands do. This module alone reads the environment and installs signal handlers. Subcommands take
+half a second to import, and a Ctrl-C within it is no traceback: they are imported late, where one is awaited.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import specdec
-from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
-from specdec.cli.terminal import error_line
+from specdec.cli import INTERRUPTED
 from specdec.errors import InvalidRequest, SpecdecError
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose usage errors are one line in the form of every other error."""
+    """A parser whose usage errors are one line in the form of every other error, and name the subcommand's help."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        """As its base class does, but a subcommand refuses itself what it does not know."""
+        parsed, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown and self._subparsers is None:
+            self.error(self._unknown_words(unknown))
+        return parsed, unknown
+
+    def _unknown_words(self, unknown: Sequence[str]) -> str:
+        flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+        if not flag:
+            return f"unrecognized arguments: {' '.join(unknown)}"
+        alike = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        return f"unrecognized argument {flag}" + (f": did you mean {alike[0]}?" if alike else "")
 
     def error(self, message: str) -> NoReturn:
         print(f"error: INVALID_ARGUMENT INVALID_REQUEST: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -30,6 +45,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The whole command line. Defaults come from `environ` where a flag has a variable (`SPECDEC_ENDPOINT`)."""
+    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
+
     description = "Distributed speculative decoding: run it, talk to it, measure it."
     parser = _Parser(prog="specdec", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")
@@ -54,6 +71,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     Returns:
         The exit code: 0 only on success, 2 for usage, 130 after Ctrl-C, 1 otherwise.
     """
+    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
+    from specdec.cli.terminal import error_line
+
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a model may emit what the terminal's encoding lacks
@@ -89,7 +109,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         print(error_line(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return generate.INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left; nothing can be said to it. Keep the interpreter's last flush quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,6 +136,9 @@ def _interrupts(action: Callable[[], None]) -> Iterator[None]:
 def main() -> NoReturn:
     """What the installed `specdec` script calls."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core writes to stderr past Python's logging
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # of a job in the background of a script
+    with contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)):
+        build_parser(os.environ)  # imports them all; nothing that would have to be put in order has begun
     sys.exit(run(sys.argv[1:], os.environ))
 
 

@@ -38,6 +38,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line; default: three of our own")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="times each prompt is run; default 3")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(refuse=parser.error)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -47,7 +48,12 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         InvalidRequest: no prompt, or none that can be read.
         SpecdecError: the system refused a request.
     """
-    prompts = _prompts(args.prompts) * max(1, args.repeats)
+    if args.repeats < 1:
+        args.refuse("--repeats must be at least 1")
+    if args.mode == "off" or args.gamma == 0:
+        flag = "--mode off" if args.mode == "off" else "--gamma 0"
+        args.refuse(f"{flag}: there is nothing to compare target-only with")
+    prompts = _prompts(args.prompts) * args.repeats
     options = request_options(args)
     modes: dict[str, GenerateOptions] = {_SPECULATIVE: options, _TARGET_ONLY: {**options, "mode": "off"}}
     done: dict[str, list[Completion]] = {name: [] for name in modes}

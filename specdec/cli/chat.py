@@ -18,7 +18,7 @@ from typing import Any
 from specdec.cli.answer import Interrupts, print_closing_line, read_answer
 from specdec.cli.conversation import Conversation
 from specdec.cli.message_reader import MessageReader
-from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
+from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
 from specdec.cli.terminal import TokenWriter, error_line, wants_colour
 from specdec.client import ChatMessage, Client, GenerateOptions
 from specdec.errors import InvalidRequest, SessionLost, SpecdecError
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     """
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
     reader = MessageReader()
-    with Client(args.endpoint, budgets=BUDGETS) as client:
+    with Client(args.endpoint, budgets=PATIENT_BUDGETS) as client:
         chat = Chat(client, Conversation(args.system), request_options(args), writer, interrupts, trims=args.trim)
         chat.check_model()
         if reader.is_terminal:
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
                         raise
                     print(error_line(error), file=sys.stderr)
                     if error.reason == "CONTEXT_TOO_LONG":
-                        print("the conversation is as it was: /trim drops its oldest turns", file=sys.stderr)
+                        hint = "" if args.trim else ": /trim drops its oldest turns"
+                        print(f"the conversation is as it was{hint}", file=sys.stderr)
         finally:
             with contextlib.suppress(SpecdecError):  # the server forgets idle sessions by itself as well
                 client.delete_session(chat.session_id)
@@ -142,7 +143,8 @@ class Chat:
             case "system":
                 print(self._conversation.system or "there is no system message", file=sys.stderr)
             case "trim" if not rest or (rest.isdecimal() and int(rest)):
-                self._trim(int(rest) if rest else (self._conversation.num_turns + 1) // 2)
+                num_turns = int(rest) if rest else (self._conversation.num_turns + 1) // 2
+                self._say_dropped(self._conversation.trim(num_turns))
             case "exit" | "quit":
                 return False
             case _:
@@ -153,32 +155,68 @@ class Chat:
         """Gets a message answered. What Ctrl-C left of the answer still belongs to the conversation.
 
         Raises:
-            SpecdecError: it could not be; the conversation is as it was before.
+            SpecdecError: it could not be; the conversation is as it was before, its oldest turns too.
         """
+        kept = self._conversation.kept()
         self._conversation.ask(text)
+        num_dropped = 0
         try:
-            self._answer_with_room()
-        except BaseException:
-            self._conversation.take_back()
-            raise
-
-    def _answer_with_room(self) -> None:
-        while True:
             try:
-                return self._answer()
-            except SessionLost as error:  # the messages still hold the conversation
-                print(f"{error.message}; asking again with the whole conversation", file=sys.stderr)
-                self._client.delete_session(self.session_id)
-                return self._answer()
+                self._answer_in_session()
             except InvalidRequest as error:
-                if error.reason != "CONTEXT_TOO_LONG" or not self._trims or not self._trim(1):
+                if error.reason != "CONTEXT_TOO_LONG" or not self._makes_room:
                     raise
+                num_dropped = self._conversation.trim(self._num_turns_too_many(error))
+                self._answer_in_session()
+        except BaseException:
+            self._conversation.restore(kept)
+            raise
+        if num_dropped:
+            self._say_dropped(num_dropped)
 
-    def _trim(self, num_turns: int) -> int:
-        num_dropped = self._conversation.trim(num_turns)
+    def _answer_in_session(self) -> None:
+        try:
+            self._answer()
+        except SessionLost as error:  # the messages still hold the conversation
+            print(f"{error.message}; asking again with the whole conversation", file=sys.stderr)
+            self._client.delete_session(self.session_id)
+            self._answer()
+
+    @property
+    def _makes_room(self) -> bool:
+        return self._trims and self._conversation.num_turns > 0
+
+    def _num_turns_too_many(self, refusal: InvalidRequest) -> int:
+        """The fewest of the oldest turns without which the last message gets its answer.
+
+        Raises:
+            InvalidRequest: CONTEXT_TOO_LONG: the message is too long by itself.
+        """
+        context = self._client.info().max_context_tokens
+        num_prompt_tokens = context - (self._options.get("max_new_tokens") or 1)
+
+        def num_tokens(num_dropped: int) -> int:
+            return len(self._client.tokenize(messages=self._conversation.messages_without(num_dropped)))
+
+        fewest, most = 1, self._conversation.num_turns
+        if (num_alone := num_tokens(most)) > num_prompt_tokens:
+            raise InvalidRequest(
+                f"the message is too long by itself: it makes {num_alone} tokens, the context of {context} has room "
+                f"for {max(0, num_prompt_tokens)} before an answer; no turn was dropped",
+                reason=refusal.reason,
+                field=refusal.field,
+            )
+        while fewest < most:
+            middle = (fewest + most) // 2
+            if num_tokens(middle) > num_prompt_tokens:
+                fewest = middle + 1
+            else:
+                most = middle
+        return fewest
+
+    def _say_dropped(self, num_turns: int) -> None:
         left = self._conversation.num_turns
-        print(f"dropped {num_dropped} of the oldest turns, {left} are left", file=sys.stderr)
-        return num_dropped
+        print(f"dropped {num_turns} of the oldest turns, {left} are left", file=sys.stderr)
 
     def _answer(self) -> None:
         stream = self._client.generate(self._conversation.messages, stream=True, **self._options)

@@ -19,8 +19,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        system: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
-        return system + self._turns
+        return self.messages_without(0)
 
     @property
     def num_turns(self) -> int:
@@ -33,9 +32,18 @@ class Conversation:
     def answer(self, text: str) -> None:
         self._turns.append({"role": "assistant", "content": text})
 
-    def take_back(self) -> None:
-        """Forgets the message that got no answer."""
-        del self._turns[2 * self.num_turns :]
+    def kept(self) -> tuple[ChatMessage, ...]:
+        """The turns as they are now, for `restore`."""
+        return tuple(self._turns)
+
+    def restore(self, kept: tuple[ChatMessage, ...]) -> None:
+        """Makes the turns what `kept` returned once."""
+        self._turns[:] = kept
+
+    def messages_without(self, num_turns: int) -> list[ChatMessage]:
+        """What `messages` would be after `trim(num_turns)`."""
+        system: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self._turns[2 * num_turns :]
 
     def trim(self, num_turns: int) -> int:
         """Forgets the oldest answered turns; returns how many."""

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specdec.cli import INTERRUPTED
 from specdec.cli.answer import Interrupts, print_closing_line, read_answer
-from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
+from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Chunk, Client, Completion, GenerateOptions
 from specdec.client.results import CANCELLED
-
-#: Of a process that Ctrl-C ended, as shells know it.
-INTERRUPTED = 130
+from specdec.errors import InvalidRequest
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     if args.logprobs is not None and not is_json:
         args.refuse("--logprobs needs --json or --json-lines to be shown")
     options = request_options(args) | GenerateOptions(logprobs=args.logprobs, provenance=not is_json)
-    with Client(args.endpoint, budgets=BUDGETS) as client:
+    with Client(args.endpoint, budgets=PATIENT_BUDGETS) as client:
         write, finish = _output(args, environ, client, options)
         completion = read_answer(client, client.generate(prompt, stream=True, **options), interrupts, write)
         finish(completion)
@@ -60,7 +59,16 @@ def _prompt(args: argparse.Namespace) -> str:
         return str(args.prompt)
     if args.prompt is None and sys.stdin.isatty():
         args.refuse("the following arguments are required: PROMPT, or text on standard input")
-    return sys.stdin.read()
+    text = sys.stdin.read()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes were taken in as halves of characters
+        raise InvalidRequest(
+            f"the text on standard input is not UTF-8: there is a byte 0x{ord(text[error.start]) & 0xFF:02x} after "
+            f"{error.start} characters",
+            field="prompt",
+        ) from None
+    return text
 
 
 def _output(

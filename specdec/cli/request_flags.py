@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 
 from specdec.client import Budgets, GenerateOptions
 from specdec.client.endpoints import DEFAULT_PORT, check_endpoint
@@ -16,6 +17,8 @@ from specdec.types import Mode
 DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
 #: A person at a terminal who named the wrong endpoint wants to know at once; an answer under way is worth the wait.
 BUDGETS = Budgets(connect_s=1.0)
+#: Of who waits for a text, and is told what for: `up` starts a lost target again.
+PATIENT_BUDGETS = replace(BUDGETS, target_s=60.0)
 
 
 def add_endpoint_flag(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:

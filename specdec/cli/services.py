@@ -29,6 +29,7 @@ _START_LEVEL = "info"
 _DETAILED_LEVELS = {"debug", "info"}
 #: What every record has, and is not shown.
 _PLAIN_FIELDS = {"time", "level", "service", "logger", "message", "traceback"}
+_ERROR_LINE = re.compile(r"[A-Z_]+ [A-Z_]+: ")
 _LAST_WORD_LEVELS = {"error", "critical"}
 
 
@@ -85,7 +86,7 @@ class Service(ABC):
     def failure(self) -> str:
         """Once it has ended before it served: why, as the "CODE REASON: message" of an error line."""
         words = self.last_words()
-        if re.match(r"[A-Z_]+ [A-Z_]+: ", words):
+        if _ERROR_LINE.match(words):
             return words
         return f"{Unavailable.code} {Unavailable.default_reason}: {self.name} did not start: {words}"
 
@@ -111,12 +112,13 @@ class Service(ABC):
                 self._held.append(line.rstrip("\n"))
 
     def _held_words(self) -> str:
-        """The last line that says why it ended; "" where none does."""
+        """What says why it ended: the first error line, else the last line; "" where there is none.
+
+        Of several processes the first to fail has the reason: what the others say then is that they have lost it.
+        """
         with self._lock:
-            for line in reversed(self._held):
-                if line.strip():
-                    return line.strip().removeprefix("error: ")
-        return ""
+            lines = [line.strip().removeprefix("error: ") for line in self._held if line.strip()]
+        return next(filter(_ERROR_LINE.match, lines), lines[-1] if lines else "")
 
     def _with_reason(self, outcome: str) -> str:
         words = "" if self._relaying else self._held_words()

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from specdec.client import Client
+from specdec.client.failures import is_without_target
 from specdec.errors import SpecdecError, Unavailable
 
 #: A stream that has been silent for so long is asked about, and again as often.
@@ -67,7 +68,9 @@ class SilenceWatch:
         try:
             pools = self._client.info().pools
         except Unavailable as error:
-            return "coordinator" if error.reason == "COORDINATOR_UNAVAILABLE" else ""
+            if error.reason == "COORDINATOR_UNAVAILABLE":
+                return "coordinator"
+            return "target" if is_without_target(error) else ""  # it was started a moment ago
         except SpecdecError:
             return ""
         return "" if any(pool.role == "target" and pool.replicas for pool in pools) else "target"

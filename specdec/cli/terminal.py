@@ -90,19 +90,21 @@ def _num_tested(completion: Completion) -> int:
     return sum(detail.source in (TokenSource.ACCEPTED, TokenSource.CORRECTED) for detail in completion.details)
 
 
-def closing_line(completion: Completion, *, without_draft: str = "") -> str:
+def closing_line(completion: Completion, *, drafting: str = "") -> str:
     """rounds, alpha (accepted / tested), tau (tokens a round), tokens/s of one output with provenance.
 
-    Where no draft token was tested, `without_draft` stands for alpha and tau, if it says why. An output that was left
-    has no figures of the server's. A conversation that another target model goes on with says so.
+    `drafting`, if it says more of how it was made, stands for alpha and tau where no draft token was tested, else after
+    them. An output that was left has no figures of the server's. A conversation that another target model goes on with
+    says so.
     """
     num_tested = _num_tested(completion)
     num_accepted = sum(detail.source is TokenSource.ACCEPTED for detail in completion.details)
     alpha = f"alpha {num_accepted / num_tested:.2f}" if num_tested else "alpha n/a"
     if completion.finish_reason == CANCELLED:
-        return f"stopped after {len(completion.token_ids)} tokens  {alpha}"
+        return f"stopped after {len(completion.token_ids)} tokens  {drafting or alpha}"
     num_rounds = completion.stats.num_rounds
     tau = f"{completion.usage.num_output_tokens / num_rounds:.2f}" if num_rounds else "n/a"
     changed = "  (another target model than before)" if completion.target_changed else ""
-    drafting = without_draft if without_draft and not num_tested else f"{alpha}  tau {tau}"
-    return f"rounds {num_rounds}  {drafting}  {tokens_per_s(completion):.1f} tokens/s{changed}"
+    figures = [f"{alpha}  tau {tau}"] if num_tested or not drafting else []
+    parts = [f"rounds {num_rounds}", *figures, *filter(None, [drafting]), f"{tokens_per_s(completion):.1f} tokens/s"]
+    return "  ".join(parts) + changed

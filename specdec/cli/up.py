@@ -26,10 +26,11 @@ from specdec.cli.up_flags import Models, Usage, add_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
 from specdec.config import split_address
+from specdec.devices import require_device, require_gpu_each
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
-from specdec.preflight import require_servable_pair
-from specdec.rank_checks import require_divisible
+from specdec.preflight import require_kv_room, require_servable_pair
+from specdec.rank_checks import require_divisible, require_supported
 from specdec.rpc.channels import dial_blocking
 
 __all__ = ["ChildFailed", "Usage", "add_parser", "run"]
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
 
     Raises:
         Usage: flags that make no sense together.
-        InvalidRequest, Unsupported: a model cannot be served.
+        InvalidRequest, Unsupported: a model cannot be served, or not on this machine's devices.
         Unavailable: an address is taken.
         VocabularyMismatch: target and draft do not fit.
         ChildFailed: a child did not start, or is refused by the coordinator; its own error line where it gave one.
@@ -54,13 +55,14 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     up_flags.check(args)
     served = up_flags.models(args)
     endpoint = up_flags.listen_address(args)
-    metrics = up_flags.metrics_addresses(args, up_flags.names_of(args))
+    metrics = up_flags.metrics_addresses(args, up_flags.names_of(args), endpoint)
     if not (served.drafts or args.lookup or args.local_draft) and args.replicas_draft is None:
         _say("note: no --draft was given: target-only, every token takes a step of the target")
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(Waiting())
-        is_divided = any(up_flags.num_ranks(args, role) > 1 for role in up_flags.ROLES)
-        if args.target or args.draft or is_divided:  # the demo pair needs no look
+        _require_devices(args, served)
+        is_told = any(up_flags.num_ranks(args, role) > 1 or _kv_bytes(args, role) for role in up_flags.ROLES)
+        if args.target or args.draft or is_told:  # else the demo pair, as it is: it needs no look
             served = _check_models(args, served, waiting, stop)
         if stop.is_set():
             return 0
@@ -138,6 +140,33 @@ def _own_ray(
     return ray
 
 
+def _require_devices(args: argparse.Namespace, served: Models) -> None:
+    """What can be told of devices and ranks without loading anything.
+
+    Raises:
+        InvalidRequest, Unsupported: as `require_device`, `require_gpu_each` and `require_supported`.
+    """
+    models = [served.target, *(pool.model for pool in served.drafts)]
+    divided = {
+        flag: up_flags.num_ranks(args, role)
+        for role, flag in (("target", "--tensor-parallel"), ("draft", "--tensor-parallel-draft"))
+        if up_flags.num_ranks(args, role) > 1
+    }
+    if divided:
+        require_supported(device=args.device, dtype=args.dtype, compile_backend=args.compile_backend)
+    # The nodes of a cluster have devices of their own, and what is simulated needs none.
+    if args.ray_address or all(model.startswith(SIMULATED_PREFIX) for model in models):
+        return
+    require_device(args.device)
+    for flag, num_ranks in divided.items():
+        require_gpu_each(args.device, num_ranks, flag=flag)
+
+
+def _kv_bytes(args: argparse.Namespace, role: str) -> int | None:
+    given: int | None = up_flags.value(args, f"--kv-cache-bytes-{role}")
+    return given
+
+
 def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, stop: threading.Event) -> Models:
     """What is served, with whose tokens drafts of another tokenizer are to make. Returns at once on `stop`.
 
@@ -154,8 +183,11 @@ def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, st
         try:
             in_common = _tokens_in_common(models)
             for flag, model in models.items():
-                if (ranks := up_flags.num_ranks(args, flag.split()[0].removeprefix("--"))) > 1:
+                role = flag.split()[0].removeprefix("--")
+                if (ranks := up_flags.num_ranks(args, role)) > 1:
                     require_divisible(model, ranks)
+                if given := _kv_bytes(args, role):
+                    require_kv_room(model, given, num_ranks=ranks, flag=f"--kv-cache-bytes-{role}")
             outcome.set_result(in_common)
         except BaseException as error:
             outcome.set_exception(error)

@@ -15,7 +15,7 @@ from typing import Any
 import specdec
 from specdec.cli.draft_pools import DraftPool, draft_pools
 from specdec.cli.processes import free_ports
-from specdec.config import join_address, split_address
+from specdec.config import WILDCARD_HOSTS, checked_redis_url, checked_tier_url, join_address, split_address
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.local_drafts import is_local_draft, parse_local_drafts
@@ -50,6 +50,17 @@ class Models:
     """As `--local-draft` takes them."""
 
 
+class _Model(argparse.Action):
+    """Refuses an empty name, which an unset variable leaves: what is served by default was not asked for."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
+    ) -> None:
+        if not given:
+            raise argparse.ArgumentError(self, "must name a model, not ''")
+        setattr(namespace, self.dest, given)
+
+
 class _Draft(argparse.Action):
     """Tells models from the kinds of drafts that need none: `draft` are the models, `lookup` are the kinds that are
     found in text, `local_draft` those that targets draft by themselves."""
@@ -57,6 +68,8 @@ class _Draft(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: Any, option: str | None = None
     ) -> None:
+        if not given:
+            raise argparse.ArgumentError(self, "must name a model or a kind of drafts, not ''")
         if given in LOOKUPS:
             namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
         elif is_local_draft(given):
@@ -65,14 +78,16 @@ class _Draft(argparse.Action):
                 parse_local_drafts(namespace.local_draft)
             except ValueError as error:
                 raise argparse.ArgumentError(self, str(error)) from None
-        elif given:
+        else:
             namespace.draft = (*namespace.draft, given)
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("up", help="run the whole system on this machine", allow_abbrev=False)
-    model = {"metavar": "PATH_OR_HUB_ID", "default": ""}
-    parser.add_argument("--target", **model, help="target model; default: the pair in models/demo")
+    parser.add_argument(
+        "--target", metavar="PATH_OR_HUB_ID", default="", action=_Model,
+        help="target model; default: the pair in models/demo",
+    )  # fmt: skip
     parser.add_argument(
         "--draft", metavar="[NAME=]PATH_OR_HUB_ID", default=(), action=_Draft,
         help="draft model, for speculation; default: the demo pair's, beside another target none. Or ngram or suffix: "
@@ -87,8 +102,9 @@ def add_parser(commands: Any) -> None:
         "none: the first one given, where it asks for none; default none",
     )  # fmt: skip
     parser.add_argument(
-        "--tokenizer", metavar="PATH_OR_HUB_ID", default="", help="of the coordinator; default: the target's"
-    )
+        "--tokenizer", metavar="PATH_OR_HUB_ID", default="", action=_Model,
+        help="of the coordinator; default: the target's",
+    )  # fmt: skip
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default 127.0.0.1:50051")
     parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT",
@@ -160,6 +176,11 @@ def check(args: argparse.Namespace) -> None:
         check_tenant(args.tenant, field="--tenant")
     except InvalidRequest as error:
         raise Usage(error.message) from None
+    for flag, checked in (("--redis-url", checked_redis_url), ("--kv-tier-url", checked_tier_url)):
+        try:
+            checked(value(args, flag))
+        except ValueError as error:
+            raise Usage(f"{flag} {error}") from None
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
@@ -251,11 +272,16 @@ def listen_address(args: argparse.Namespace) -> str:
     return address
 
 
-def metrics_addresses(args: argparse.Namespace, names: list[str]) -> dict[str, str]:
+def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str) -> dict[str, str]:
     """Where each of the named services serves its metrics; empty where nobody wants them.
 
+    Args:
+        args: the flags.
+        names: of the services.
+        endpoint: where the coordinator is to listen, from `listen_address`.
+
     Raises:
-        Usage: `--metrics` is no address, or has no room for so many ports after it.
+        Usage: `--metrics` is no address, has no room for so many ports after it, or would take the coordinator's.
         Unavailable: one is taken.
     """
     if not args.metrics:
@@ -264,6 +290,10 @@ def metrics_addresses(args: argparse.Namespace, names: list[str]) -> dict[str, s
     ports = list(range(port, port + len(names))) if port else free_ports(len(names))
     if ports[-1] > 65535:
         raise Usage(f"--metrics: {len(names)} ports are needed from {port} on")
+    listening_host, listening_port = split_address(endpoint)
+    is_one_host = host == listening_host or host in WILDCARD_HOSTS or listening_host in WILDCARD_HOSTS
+    if is_one_host and listening_port in ports:
+        raise Usage(f"--metrics {args.metrics} takes the ports {ports[0]} to {ports[-1]}, and --listen is {endpoint}")
     addresses = {name: join_address(host, each) for name, each in zip(names, ports, strict=True)}
     for address in addresses.values():
         require_free(address)

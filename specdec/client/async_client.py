@@ -17,7 +17,14 @@ import tenacity
 from specdec.client.endpoints import check_endpoint
 from specdec.client.failures import closed, read_failure
 from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
-from specdec.client.request import ChatMessage, GenerateOptions, Input, build_request, build_tokenize_request
+from specdec.client.request import (
+    ChatMessage,
+    GenerateOptions,
+    Input,
+    build_message,
+    build_request,
+    build_tokenize_request,
+)
 from specdec.client.results import (
     Chunk,
     Completion,
@@ -202,7 +209,11 @@ class AsyncClient:
                 DeadlineExceeded where it takes longer than its timeout.
         """
         made = self._stream(self._sizes.state(build_request(prompt, options)), options.get("timeout"))
-        return made if stream else _completed(made)
+        if not stream:
+            return _completed(made)
+        if self._closed:  # who awaits an output is told then
+            raise closed()
+        return made
 
     def resume(
         self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
@@ -210,20 +221,25 @@ class AsyncClient:
         """Streams the session's last request from output token `resume_from` on.
 
         The stream raises InvalidRequest where the request has ended with fewer tokens, SessionLost where the server
-        has fewer of one that has not.
+        has fewer of one that has not. Raises InvalidRequest here and now for what does not fit a message.
         """
-        request = pb.GenerateRequest(session_id=session_id, resume_from=resume_from, return_provenance=provenance)
+        request = build_message(
+            pb.GenerateRequest, session_id=session_id, resume_from=resume_from, return_provenance=provenance
+        )
+        if self._closed:
+            raise closed()
         return self._stream(request, timeout)
 
     async def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Reads a session's record. Raises NotFound for an unknown one."""
-        request = pb.GetSessionRequest(session_id=session_id, include_token_ids=include_token_ids)
+        request = build_message(pb.GetSessionRequest, session_id=session_id, include_token_ids=include_token_ids)
         return read_session(await self._ask(self._stub.GetSession, request))
 
     async def delete_session(self, session_id: str) -> None:
         """Frees the session everywhere. Idempotent; an unknown id is fine."""
+        request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)
-        await self._ask(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
+        await self._ask(self._stub.DeleteSession, request)
 
     async def tokenize(
         self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None
@@ -237,7 +253,9 @@ class AsyncClient:
         It goes back by itself where it makes fewer tokens a second. Raises NotFound where there is no such pool,
         Unsupported where requests are not routed.
         """
-        answer = await self._ask(self._stub.Promote, pb.PromoteRequest(draft_pool=draft_pool, share=share))
+        answer = await self._ask(
+            self._stub.Promote, build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share)
+        )
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None
 
     async def info(self) -> ServerInfo:
@@ -258,7 +276,7 @@ class AsyncClient:
         await self.close()
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
-        recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout)
+        recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
         return AsyncStream(
             partial(self._call, self._stub.Generate), Transcript(request, self._sizes), self._endpoint, recovery
         )

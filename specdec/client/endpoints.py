@@ -24,6 +24,8 @@ def check_endpoint(endpoint: str) -> str:
     Raises:
         InvalidRequest: it is neither HOST:PORT with a port of 1 to 65535 nor a gRPC target.
     """
+    if not isinstance(endpoint, str):
+        raise InvalidRequest(f"endpoint must be HOST:PORT, got {type(endpoint).__name__}", field="endpoint")
     if endpoint.startswith(_SCHEMES):
         return endpoint
     if url := _URL.match(endpoint):

@@ -12,8 +12,10 @@ import grpc
 from specdec.errors import ClientClosed, SpecdecError, Unavailable
 from specdec.rpc.status import DETAILS_KEY, from_rpc_error
 
-# In gRPC's words; the last is of names that no address belongs to.
-_NOT_CONNECTED = re.compile("failed to connect to all addresses|connections to all backends failing|resolution")
+# In gRPC's words; the last ones, which differ by resolver, are of names that no address belongs to.
+_NOT_CONNECTED = re.compile(
+    "failed to connect to all addresses|connections to all backends failing|resolution|resolving|lookup failed"
+)
 
 
 def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
@@ -22,10 +24,24 @@ def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
     if not isinstance(ours, Unavailable) or not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return ours
     details = error.details() or ""
-    if DETAILS_KEY in dict(error.trailing_metadata() or ()) or not _NOT_CONNECTED.search(details):
+    if _has_details(error) or not _NOT_CONNECTED.search(details):
         return ours
     message = f"no coordinator at {endpoint}; start one with `specdec up` ({details})"
     return Unavailable(message, reason="COORDINATOR_UNAVAILABLE")
+
+
+def is_without_target(error: BaseException | None) -> bool:
+    """Whether it is a coordinator's own word that no target replica is there: gRPC's errors have no other reason."""
+    return (
+        isinstance(error, Unavailable)
+        and error.reason == Unavailable.default_reason
+        and isinstance(error.__cause__, grpc.aio.AioRpcError | grpc.Call)
+        and _has_details(error.__cause__)
+    )
+
+
+def _has_details(error: grpc.aio.AioRpcError | grpc.Call) -> bool:
+    return DETAILS_KEY in dict(error.trailing_metadata() or ())
 
 
 def closed() -> ClientClosed:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import tenacity
 
+from specdec.client.failures import is_without_target
 from specdec.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -40,6 +41,9 @@ class Budgets:
 
     connect_s: float = 5.0
     """A call that has had no answer yet."""
+    target_s: float | None = None
+    """A generation to which a coordinator says that no target replica is there: one that is started again may take half
+    a minute. None: `connect_s`."""
     resume_s: float = 60.0
     """An interrupted stream, counted anew after each chunk; more than a lost coordinator's lease lasts."""
 
@@ -47,18 +51,21 @@ class Budgets:
 class Recovery:
     """Decides on retries of one call; reset by progress. Not for use by two calls at once."""
 
-    def __init__(self, budgets: Budgets, timeout: float | None = None) -> None:
+    def __init__(self, budgets: Budgets, timeout: float | None = None, *, needs_target: bool = False) -> None:
         """
         Args:
             budgets: how long to keep trying.
             timeout: seconds that the whole call may take from now on, all attempts together; None: no limit.
+            needs_target: whether `Budgets.target_s` counts for it.
 
         Raises:
             InvalidRequest: a timeout that is no positive number.
         """
-        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and 0 < timeout < math.inf):
             raise InvalidRequest(f"timeout must be a number of seconds above 0, got {timeout!r}", field="timeout")
         self._budgets = budgets
+        self._target_s = budgets.target_s if needs_target else None
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._answered = False
@@ -115,6 +122,8 @@ class Recovery:
         # What has no room for a request may never have: an output under way is worth a longer wait than a beginning.
         has_begun = self._has_news if isinstance(error, ResourceExhausted) else self._answered
         budget_s = self._budgets.resume_s if has_begun else self._budgets.connect_s
+        if self._target_s is not None and is_without_target(error):
+            budget_s = max(budget_s, self._target_s)
         # Rather now than after a wait that would outlast the budget.
         return time.monotonic() + state.upcoming_sleep - self._broken_since >= budget_s
 
@@ -126,9 +135,17 @@ class Recovery:
         error = state.outcome.exception() if state.outcome else None
         assert error is not None  # only a failed attempt is given up
         if self._is_late(state):
-            message = f"the call was not done within its timeout of {self._timeout:g} s ({self._failure or error})"
-            raise DeadlineExceeded(message) from error
+            raise DeadlineExceeded(f"{self._lateness()} ({self._failure or error})") from error
         raise error
+
+    def _lateness(self) -> str:
+        left_s = self.remaining_s or 0.0
+        if not left_s:
+            return f"the call was not done within its timeout of {self._timeout:g} s"
+        return (
+            f"the call was given up {left_s:.1f} s before its timeout of {self._timeout:g} s, after which the next "
+            "attempt would have begun"
+        )
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None

@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
+
+from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
@@ -30,6 +32,10 @@ _SAMPLING_SCALARS = (
     "ignore_eos",
     "logprobs",
 )
+
+_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False"}
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 class TextPart(TypedDict):
@@ -236,10 +242,22 @@ def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions
         _assign(speculation, "task", options.get("task"), "speculation.")
 
 
+def build_message(kind: type[MessageT], **fields: Any) -> MessageT:
+    """Builds a message of plain fields. Raises InvalidRequest, which names the field: a value that does not fit it."""
+    message = kind()
+    for name, value in fields.items():
+        _assign(message, name, value, "")
+    return message
+
+
 def _assign(message: Any, name: str, value: Any, prefix: str) -> None:
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
+    except TypeError:  # in words of protobuf's inside
+        wanted = _KINDS[type(getattr(message, name))]
+        got = "None" if value is None else type(value).__name__
+        raise InvalidRequest(f"{prefix}{name} must be {wanted}, got {got}", field=f"{prefix}{name}") from None
+    except (ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
         raise InvalidRequest(f"{prefix}{name}: {error}", field=f"{prefix}{name}") from None
 
 

@@ -23,10 +23,11 @@ from pathlib import Path
 import specdec
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings
+from specdec.devices import require_device, require_gpu_each
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.preflight import require_servable
-from specdec.rank_checks import require_divisible, require_supported
+from specdec.rank_checks import FLAG, require_divisible, require_supported
 from specdec.restarts import RestartPauses
 from specdec.service.lifecycle import run_to_exit_code, stop_on_signals
 
@@ -170,6 +171,8 @@ def _require_divided(settings: ReplicaSettings) -> None:
     if settings.model.startswith(SIMULATED_PREFIX):
         raise InvalidRequest("--tensor-parallel: simulated replicas have nothing to divide", field="tensor_parallel")
     require_supported(device=settings.device, dtype=settings.dtype, compile_backend=settings.compile_backend)
+    require_device(settings.device)
+    require_gpu_each(settings.device, settings.tensor_parallel, flag=FLAG)
     require_servable(settings.model, flag="--model")
     require_divisible(settings.model, settings.tensor_parallel)
     locate_checkpoint(settings.model)  # downloads it once, not once a rank

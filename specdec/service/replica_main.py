@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings, cache_directory, parse_settings
+from specdec.devices import require_device
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
@@ -164,6 +165,7 @@ def _load_engine(
             scheduler=Scheduler(settings.max_step_tokens, prefill_budget_s),
             observer=metrics,
         )
+    require_device(settings.device)
     require_servable(settings.model, flag="--model")
     locate_checkpoint(settings.model)
     kind.check(settings)

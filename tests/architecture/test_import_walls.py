@@ -16,7 +16,7 @@ FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
     "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
     "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.pool_names",
-    "specdec.learning_log", "specdec.v1",
+    "specdec.learning_log", "specdec.devices", "specdec.weight_files", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -31,6 +31,8 @@ ALLOWED = {
     "specdec.errors": set(),
     "specdec.engines": set(),
     "specdec.tenant": set(),
+    "specdec.devices": set(),
+    "specdec.weight_files": set(),
     "specdec.local_drafts": set(),
     "specdec.pool_names": set(),
     "specdec.checkpoint": set(),

@@ -1,21 +1,26 @@
 """Every block of code in README.md and docs/*.md that is Python or a `specdec` command runs, on the demo pair.
 
-What another machine is needed for is skipped with its reason; a command that is neither run nor excused fails.
+What another machine is needed for is skipped with its reason; a command that is neither run nor excused fails. Every
+`specdec` command line, those with their output and those that are skipped too, is one that the command line takes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from specdec.cli import up_flags
+from specdec.cli.__main__ import build_parser
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec, start_up
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +34,7 @@ EXCUSES = {
     r"make \S+": "make's targets are what CI runs",
     r"\. \S*activate": "the environment is already there",
     r"specdec up .*(--device cuda|Qwen/|\.gguf)": "needs a GPU, the Hugging Face hub or a model of the reader's own",
-    r"specdec up( &)?": "is what the other commands run on here",
+    r"specdec up( &)?$": "is what the other commands run on here",
     r"python -m (target_service|draft_service|coordinator) .*redis://redis": "needs a GPU and other machines",
     r"python3? -m pip ": "installs packages",
     r"(docker|kubectl|kustomize|helm|git|apt-get|brew) ": "needs a cluster, a daemon or the network",
@@ -47,7 +52,19 @@ class Block(NamedTuple):
     @property
     def commands(self) -> list[str]:
         """Of a shell's block, without comments."""
-        lines = self.code.replace("\\\n", " ").splitlines()
+        return self._without_comments(self._lines)
+
+    @property
+    def commands_shown(self) -> list[str]:
+        """Of a block that has what they print, too."""
+        return self._without_comments(line for line in self._lines if line.startswith("$ "))
+
+    @property
+    def _lines(self) -> list[str]:
+        return self.code.replace("\\\n", " ").splitlines()
+
+    @staticmethod
+    def _without_comments(lines: Iterable[str]) -> list[str]:
         shown = (re.sub(r"(^|\s)#.*", "", line.removeprefix("$ ")).strip() for line in lines)
         return [command for command in shown if command]
 
@@ -59,6 +76,47 @@ def blocks() -> list[Block]:
         for text in [path.read_text()]
         for found in FENCED.finditer(text)
     ]
+
+
+def written_command_lines() -> list[tuple[str, list[str]]]:
+    """The arguments of every `specdec` that stands in a block, with the block's name."""
+    found = []
+    for block in blocks():
+        commands = block.commands if block.language in SHELL else block.commands_shown
+        for command in commands:
+            for words in parts_of(command):
+                if words[0] == "specdec":
+                    found.append((block.name, words[1:]))
+    return found
+
+
+def parts_of(command: str) -> list[list[str]]:
+    """The simple commands of a pipe or a list."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;")
+    lexer.whitespace_split = True
+    parts: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set("|&;"):
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return [words for words in parts if words]
+
+
+def mentions() -> list[tuple[str, list[str]]]:
+    """The arguments of every `specdec` in the prose, with the document's name. Values may be placeholders."""
+    return [
+        (path.name, found.split())
+        for path in DOCUMENTS
+        for found in re.findall(r"`specdec ([a-z][^`]*)`", FENCED.sub("", path.read_text()))
+    ]
+
+
+def require_taken(arguments: list[str]) -> None:
+    """Parses a command line as `specdec` does. Raises SystemExit or Usage: it would be refused for its flags."""
+    args = build_parser({}).parse_args(arguments)
+    if args.command == "up":
+        up_flags.check(args)
 
 
 PYTHON = [block for block in blocks() if block.language == "python"]
@@ -102,6 +160,38 @@ def test_a_command_runs_or_says_why_not(name: str, command: str, endpoint: str) 
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "error" not in result.stderr
+
+
+@pytest.mark.parametrize(("name", "arguments"), written_command_lines(), ids=lambda value: str(value))
+def test_a_written_command_line_is_one_that_specdec_takes(name: str, arguments: list[str]) -> None:
+    require_taken(arguments)
+
+
+@pytest.mark.parametrize(("name", "arguments"), mentions(), ids=lambda value: str(value))
+def test_a_command_in_the_prose_has_flags_that_exist(name: str, arguments: list[str]) -> None:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+        build_parser({}).parse_args([arguments[0], "--help"])
+    assert ended.value.code == 0
+    flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+    assert flags <= set(re.findall(r"--[a-z-]+", shown.getvalue()))
+
+
+def test_the_command_lines_beside_their_output_are_looked_at() -> None:
+    written = [arguments for _, arguments in written_command_lines()]
+    assert ["up", "--tensor-parallel", "2"] in written
+    assert ["generate", "-", "--json-lines", "--stop", "class"] in written
+    assert any(arguments[0] == "scale" for arguments in written)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["up", "--replicas", "2"], ["up", "--route", "best"], ["up", "--kv-cache-bytes-target", "0"], ["chat", "--trims"]],
+    ids=" ".join,
+)
+def test_a_flag_or_value_that_is_not_taken_would_be_noticed(arguments: list[str]) -> None:
+    with pytest.raises((SystemExit, up_flags.Usage)):
+        require_taken(arguments)
 
 
 def test_a_command_that_does_not_exist_would_be_noticed() -> None:

@@ -57,6 +57,8 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
     """What GetInfo answers."""
     tokenize_error: SpecdecError | None = None
     """What Tokenize answers instead of token ids."""
+    num_tokens: Callable[[pb.TokenizeRequest], int] | None = None
+    """How many token ids Tokenize answers; None: two, the text's length and the number of messages."""
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self.requests.append(request)
@@ -69,6 +71,8 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:  # noqa: N802
         if self.tokenize_error is not None:
             refuse(self.tokenize_error, context)
+        if self.num_tokens is not None:
+            return pb.TokenizeResponse(token_ids=range(self.num_tokens(request)))
         return pb.TokenizeResponse(token_ids=[len(request.text), len(request.messages.messages)])
 
     def GetInfo(self, request: pb.GetInfoRequest, context: grpc.ServicerContext) -> pb.GetInfoResponse:  # noqa: N802

@@ -10,6 +10,7 @@ import pytest
 from specdec.cli.__main__ import run
 from specdec.errors import InvalidRequest, SessionLost, SpecdecError, Unavailable
 from specdec.v1 import coordinator_pb2 as pb
+from tests.support.scripted_coordinator import ScriptedCoordinator
 from tests.unit.cli.conftest import Serve, answer
 
 Talk = Callable[..., int]
@@ -33,10 +34,6 @@ def said(request: pb.GenerateRequest) -> list[str]:
 
 def too_long(request: pb.GenerateRequest) -> list[SpecdecError]:
     return [InvalidRequest("the session would hold 600 tokens", reason="CONTEXT_TOO_LONG", field="messages")]
-
-
-def too_long_beyond(num_messages: int) -> Callable[[pb.GenerateRequest], list[object]]:
-    return lambda r: too_long(r) if len(r.messages.messages) > num_messages else answer(r)
 
 
 def test_a_line_that_is_not_unicode_is_refused_before_it_is_sent(
@@ -144,14 +141,67 @@ def test_trim_drops_the_oldest_turns(coordinator: Serve, at_terminal: Callable[[
     assert six == ["be brief", "six"]
 
 
+def with_context(servicer: ScriptedCoordinator, num_characters: int) -> None:
+    """Tokens are characters of messages, and so many are the context, the answer's among them."""
+    servicer.served = pb.GetInfoResponse(max_context_tokens=num_characters)
+    servicer.num_tokens = lambda request: sum(len(message.content) for message in request.messages.messages)
+
+
+def beyond(num_characters: int) -> Callable[[pb.GenerateRequest], list[object]]:
+    return lambda request: too_long(request) if sum(map(len, said(request))) >= num_characters else answer(request)
+
+
 def test_with_trim_the_oldest_turns_make_room_by_themselves(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    servicer, environ = coordinator(too_long_beyond(4))
+    servicer, environ = coordinator(beyond(20))
+    with_context(servicer, 20)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
     assert run(["chat", "--trim"], environ) == 0
     assert said(servicer.requests[-1]) == ["two", "<1><2>", "three"]
-    assert "dropped 1 of the oldest turns, 1 are left" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.count("dropped") == 1
+    assert "dropped 1 of the oldest turns, 2 are left" in err
+
+
+def test_with_trim_as_many_turns_as_needed_are_dropped_at_once(
+    coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(beyond(70))
+    with_context(servicer, 70)
+    at_terminal("a\nb\nc\nd\ne\n" + "x" * 50 + "\n")
+    assert run(["chat", "--trim"], environ) == 0
+    *_, refused, long = map(said, servicer.requests)
+    assert len(refused) == 11
+    assert long == ["d", "<1><2>", "e", "<1><2>", "x" * 50]
+    assert "dropped 3 of the oldest turns, 3 are left" in capsys.readouterr().err
+
+
+def test_with_trim_a_message_too_long_by_itself_costs_no_turn(
+    coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(beyond(40))
+    with_context(servicer, 40)
+    at_terminal("one\ntwo\n" + "word " * 10 + "\nthree\n")
+    assert run(["chat", "--trim"], environ) == 0
+    assert said(servicer.requests[-1]) == ["one", "<1><2>", "two", "<1><2>", "three"]
+    err = capsys.readouterr().err
+    assert "the message is too long by itself: it makes 50 tokens, the context of 40 has room for 39 before" in err
+    assert "the conversation is as it was\n" in err
+    assert "dropped 1" not in err
+
+
+def test_turns_that_made_room_for_an_answer_that_never_came_are_there_again(
+    coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = Unavailable("gone", retry_after_s=60)
+    servicer, environ = coordinator(answer, answer, too_long, lambda r: [gone], answer)
+    with_context(servicer, 20)
+    at_terminal("one\ntwo\nthree\nfour\n")
+    assert run(["chat", "--trim"], environ) == 0
+    assert said(servicer.requests[3]) == ["two", "<1><2>", "three"]
+    assert said(servicer.requests[4]) == ["one", "<1><2>", "two", "<1><2>", "four"]
+    assert "dropped" not in capsys.readouterr().err
 
 
 def test_with_trim_a_message_that_is_too_long_alone_is_refused(

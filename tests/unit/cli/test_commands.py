@@ -108,6 +108,12 @@ def test_nobody_listening_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixt
         ["up", "--listen", "127.0.0.1:70000"],
         ["up", "--http", "127.0.0.1:8000"],
         ["health"],
+        ["up", "--target", ""],
+        ["up", "--draft", ""],
+        ["up", "--tokenizer", ""],
+        ["bench", "--repeats", "0"],
+        ["bench", "--mode", "off"],
+        ["bench", "--gamma", "0"],
     ],
     ids=" ".join,
 )
@@ -147,6 +153,37 @@ def test_standard_input_is_a_prompt_to_its_last_byte(
     monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n    return\n"))
     assert run(args, environ) == 0
     assert servicer.requests[0].prompt == "def f(x):\n    return\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ["generate", "--max-tokens", "3", "hi"],
+            "unrecognized argument --max-tokens: did you mean --max-new-tokens? (see specdec generate --help)",
+        ),
+        (["generate", "--max-tokens=3", "hi"], "argument --max-tokens: did you mean --max-new-tokens?"),
+        (["up", "--tensor-paralel", "2"], "did you mean --tensor-parallel? (see specdec up --help)"),
+        (["status", "--xyzzy"], "unrecognized argument --xyzzy (see specdec status --help)"),
+        (["status", "now"], "unrecognized arguments: now (see specdec status --help)"),
+    ],
+)
+def test_a_flag_that_does_not_exist_asks_which_was_meant_and_names_the_right_help(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(args, {}) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_bytes_on_standard_input_that_are_no_text_are_told_in_words(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é\xff".encode("latin-1")), encoding="utf-8"))
+    assert run(["generate"], environ) == 1
+    told = "the text on standard input is not UTF-8: there is a byte 0xe9 after 0 characters"
+    assert capsys.readouterr().err == f"error: INVALID_ARGUMENT INVALID_REQUEST: {told}\n"
+    assert servicer.requests == []
 
 
 def test_generate_without_a_prompt_at_a_terminal_is_a_usage_error(
@@ -220,7 +257,9 @@ def test_logprobs_are_shown_with_each_token(shape: str, coordinator: Serve, caps
         ([], [pool("draft", alpha=0.02, gamma=0.1), pool("target")], "drafting paused: it did not pay (alpha 0.02)"),
         ([], [pool("draft", alpha=0.5, gamma=3.0), pool("target")], "alpha n/a  tau 1.00"),
         ([], [pool("draft"), pool("target")], "alpha n/a  tau 1.00"),
-        ([], [pool("target")], "target-only: no draft replica is alive"),
+        ([], [pool("target")], "target-only: no drafts are served"),
+        ([], [pool("draft", 0, alpha=0.02, gamma=0.0)], "drafting paused: it did not pay (alpha 0.02)"),
+        ([], [pool("draft", 0), pool("target")], "alpha n/a  tau 1.00"),
         (["--mode", "off"], [pool("draft", alpha=0.02, gamma=0.0)], "target-only, as asked"),
         (["--gamma", "0"], [pool("draft", alpha=0.02, gamma=0.0)], "target-only, as asked"),
     ],
@@ -232,6 +271,29 @@ def test_an_output_without_a_draft_token_says_why_as_far_as_it_is_known(
     servicer.served = pb.GetInfoResponse(pools=pools)
     assert run(["generate", "hi", *flags], environ) == 0
     assert capsys.readouterr().err == f"rounds 2  {shown}  4.0 tokens/s\n"
+
+
+@pytest.mark.parametrize(
+    ("num_without", "gamma", "shown"),
+    [
+        (7, 0.1, "alpha 0.00  tau 1.00  drafting paused in 7 of them: it did not pay (alpha 0.02)"),
+        (7, 2.0, "alpha 0.00  tau 1.00  no draft in 7 of them"),
+        (3, 0.1, "alpha 0.00  tau 1.00"),
+    ],
+)
+def test_an_output_with_few_drafts_says_in_how_many_rounds_there_was_none(
+    num_without: int, gamma: float, shown: str, coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answered(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        end = finished(8)
+        end.finished.stats.num_rounds = 8
+        end.finished.stats.num_target_only_steps = num_without
+        return [started(request), tokens(0, list(range(8)), "cttttttt"), end]
+
+    servicer, environ = coordinator(answered)
+    servicer.served = pb.GetInfoResponse(pools=[pool("draft", alpha=0.02, gamma=gamma), pool("target")])
+    assert run(["generate", "hi"], environ) == 0
+    assert capsys.readouterr().err == f"rounds 8  {shown}  16.0 tokens/s\n"
 
 
 def test_status_is_a_row_a_replica_with_gamma_and_alpha_of_drafts(

@@ -193,3 +193,15 @@ def test_a_child_loads_nothing_from_the_folder_it_was_started_in(
     wait_for_end(child)
     assert child.last_words() == "own"
     child.stop()
+
+
+def test_of_several_processes_that_end_the_first_reason_is_told(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    source = (
+        "print('loading')\nprint('error: INVALID_ARGUMENT INVALID_REQUEST: no such device')\n"
+        'print(\'{"level": "ERROR", "message": "leaving: rank 0 is gone"}\')\n'
+        "print('error: UNAVAILABLE REPLICA_UNAVAILABLE: a rank is gone')\nraise SystemExit(1)\n"
+    )
+    child = Child("target-0", write_module(tmp_path, source), [], environ)
+    wait_for_end(child)
+    assert child.failure() == "INVALID_ARGUMENT INVALID_REQUEST: no such device"
+    child.stop()

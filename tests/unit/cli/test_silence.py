@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from specdec.cli.__main__ import run
 from specdec.cli.silence import SilenceWatch
 from specdec.client import Budgets, Client
+from specdec.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import ScriptedCoordinator, pool, serve
+from tests.unit.cli.conftest import answer
 
 PATIENCE_S = 0.02
 
@@ -103,3 +106,17 @@ def test_a_coordinator_that_is_gone_is_told() -> None:
         SilenceWatch(client, patience_s=PATIENCE_S),
     ):
         assert said(stderr, 1) == ["coordinator lost, waiting"]
+
+
+def test_a_text_that_is_asked_for_while_the_target_starts_again_is_waited_for_and_said_to_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gone = Unavailable("no target replica can be reached", retry_after_s=0.7)
+    servicer = ScriptedCoordinator([*[lambda request: [gone]] * 5, answer], served=pb.GetInfoResponse())
+    server, endpoint = serve(servicer)
+    assert run(["generate", "hi", "--endpoint", endpoint], {}) == 0
+    server.stop(None)
+    captured = capsys.readouterr()
+    assert captured.out == "<1><2>\n"
+    assert captured.err.startswith("target lost, waiting\n")
+    assert len({request.request_id for request in servicer.requests}) == 1

@@ -158,6 +158,8 @@ def test_a_closed_client_says_so_at_every_call() -> None:
     for call in (client.info, lambda: client.generate("p"), lambda: next(left), lambda: client.delete_session("s")):
         with pytest.raises(ClientClosed, match="closed"):
             call()
+    with pytest.raises(ClientClosed):  # here and now, not where it is read
+        client.resume("s", 0)
 
 
 def test_a_closed_async_client_says_so_at_every_call() -> None:
@@ -168,8 +170,38 @@ def test_a_closed_async_client_says_so_at_every_call() -> None:
         for call in (client.info(), client.generate("p"), anext(left)):
             with pytest.raises(ClientClosed, match="closed"):
                 await call
+        with pytest.raises(ClientClosed):
+            client.resume("s", 0)
+        with pytest.raises(ClientClosed):
+            client.generate("p", stream=True)
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("endpoint", [None, 50051, b"127.0.0.1:50051"])
+def test_what_is_no_text_is_no_endpoint(kind: type[Client] | type[AsyncClient], endpoint: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"endpoint must be HOST:PORT, got {type(endpoint).__name__}") as refused:
+        kind(endpoint)
+    assert refused.value.field == "endpoint"
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda client: client.resume("s", -1), "resume_from"),
+        (lambda client: client.resume("s", 2**40), "resume_from"),
+        (lambda client: client.resume("s", None), "resume_from"),
+        (lambda client: client.resume(None, 0), "session_id"),
+        (lambda client: client.get_session(7), "session_id"),
+        (lambda client: client.delete_session(None), "session_id"),
+        (lambda client: client.promote("code", "all"), "share"),
+    ],
+)
+def test_what_does_not_fit_a_message_is_refused_by_field_in_every_call(call: Any, field: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=f"^{field}") as refused:
+        call(client)
+    assert refused.value.field == field
 
 
 def test_closing_a_client_ends_the_calls_that_wait(serving: Serve) -> None:

@@ -88,12 +88,19 @@ def test_empty_inputs_are_sent_for_the_server_to_refuse() -> None:
         (None, {"prompt_token_ids": [-1]}, "prompt_token_ids.ids"),
         (None, {"messages": [{"role": "user"}]}, "messages"),
         (None, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        (None, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ],
 )
 def test_what_does_not_fit_a_message_is_refused_by_field(prompt: str | None, options: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request(prompt, options)
     assert caught.value.field == field
+
+
+def test_content_that_is_no_text_is_told_in_words() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(None, GenerateOptions(messages=[{"role": "user", "content": None}]))  # type: ignore[typeddict-item]
+    assert caught.value.message == "messages[0].content must be a text, got None"
 
 
 def test_messages_may_stand_where_the_prompt_does() -> None:

@@ -83,9 +83,11 @@ def test_what_passes_by_itself_is_asked_again_while_the_next_attempt_is_within_t
     assert attempts_at(clock, Recovery(BUDGETS), failing(kind("later", retry_after_s=ASKED_S))) == seconds(num_s)
 
 
-@pytest.mark.parametrize(("timeout", "num_s"), [(3.5, 4), (3.0, 3), (4.5, 5), (0.5, 1)])
+@pytest.mark.parametrize(
+    ("timeout", "num_s", "left"), [(3.5, 4, "0.5"), (3.0, 3, "1.0"), (4.5, 5, "0.5"), (0.5, 1, "0.5")]
+)
 def test_no_attempt_begins_at_a_calls_deadline_or_after_it_and_the_last_error_is_named(
-    clock: Clock, timeout: float, num_s: int
+    clock: Clock, timeout: float, num_s: int, left: str
 ) -> None:
     recovery, at = Recovery(BUDGETS, timeout), list[float]()
     error = Unavailable("gone", retry_after_s=ASKED_S)
@@ -97,8 +99,21 @@ def test_no_attempt_begins_at_a_calls_deadline_or_after_it_and_the_last_error_is
     with pytest.raises(DeadlineExceeded) as raised:
         tenacity.Retrying(sleep=clock.sleep, **recovery.tenacity_options())(attempt)
     assert at == seconds(num_s)
-    assert raised.value.message == f"the call was not done within its timeout of {timeout:g} s (gone)"
+    told = (
+        f"the call was given up {left} s before its timeout of {timeout:g} s, after which the next attempt would have"
+    )
+    assert raised.value.message == f"{told} begun (gone)"
     assert raised.value.__cause__ is error
+
+
+def test_a_call_whose_last_attempt_outlasts_its_timeout_was_not_done_within_it(clock: Clock) -> None:
+    def attempt() -> None:
+        clock.now += 2.5
+        raise Unavailable("gone")
+
+    with pytest.raises(DeadlineExceeded) as raised:
+        tenacity.Retrying(sleep=clock.sleep, **Recovery(BUDGETS, 2).tenacity_options())(attempt)
+    assert raised.value.message == "the call was not done within its timeout of 2 s (gone)"
 
 
 def test_what_is_left_of_a_timeout_counts_from_the_call_and_is_never_below_nothing(clock: Clock) -> None:
@@ -111,7 +126,7 @@ def test_what_is_left_of_a_timeout_counts_from_the_call_and_is_never_below_nothi
     assert unlimited.remaining_s is None
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), "1"])
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), "1", True])
 def test_a_timeout_that_is_no_positive_number_is_refused(timeout: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Recovery(BUDGETS, timeout)

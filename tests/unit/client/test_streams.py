@@ -240,12 +240,66 @@ def test_an_endpoint_where_nobody_listens_is_named_in_the_error() -> None:
             assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
 
 
+def test_a_host_that_does_not_exist_is_no_coordinator() -> None:
+    endpoint = "no-such-host.invalid:50051"
+    with Client(endpoint, budgets=Budgets(connect_s=0)) as client, pytest.raises(Unavailable) as caught:
+        client.info()
+    assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
+    assert caught.value.message.startswith(f"no coordinator at {endpoint}; start one with `specdec up`")
+
+    async def ask() -> None:
+        async with AsyncClient(endpoint, budgets=Budgets(connect_s=0)) as client:
+            with pytest.raises(Unavailable, match=f"no coordinator at {endpoint}"):
+                await client.info()
+
+    asyncio.run(ask())
+
+
 def test_a_coordinator_without_targets_is_not_called_missing(run: Run) -> None:
     with pytest.raises(Unavailable) as caught:
         run([lambda r: [Unavailable("target: failed to connect to all addresses", retry_after_s=60)]])
     assert (caught.value.reason, caught.value.message) == (
         "REPLICA_UNAVAILABLE", "target: failed to connect to all addresses",
     )  # fmt: skip
+
+
+def test_a_generation_waits_longer_for_a_target_than_for_a_coordinator_and_other_calls_do_not() -> None:
+    servicer = ScriptedCoordinator([*[without_target] * 4, lambda r: [started(r), finished(0)]])
+    servicer.tokenize_error = Unavailable("no target replica", retry_after_s=0.1)
+    server, endpoint = serve(servicer)
+    budgets = Budgets(connect_s=0.05, target_s=60.0)
+    with Client(endpoint, budgets=budgets) as client:
+        assert client.generate("p").token_ids == ()
+        with pytest.raises(Unavailable):
+            client.tokenize("p")
+    server.stop(None)
+    assert len(servicer.requests) == 5
+
+    async def ask() -> None:
+        async with AsyncClient(endpoint, budgets=budgets) as client:
+            assert (await client.generate("p")).token_ids == ()
+
+    servicer.requests.clear()
+    server, endpoint = serve(servicer)
+    asyncio.run(ask())
+    server.stop(None)
+    assert len(servicer.requests) == 5
+
+
+def without_target(request: pb.GenerateRequest) -> list[Event]:
+    return [Unavailable("no target replica", retry_after_s=0.1)]
+
+
+def test_what_is_no_coordinator_is_not_waited_for_as_a_target() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with (
+            Client(endpoint, budgets=Budgets(connect_s=0.1, target_s=300.0)) as client,
+            pytest.raises(Unavailable, match=endpoint),
+        ):
+            client.generate("p")
+    assert time.monotonic() - began < 60.0
 
 
 def test_leaving_a_stream_cancels_the_call_at_the_server() -> None:

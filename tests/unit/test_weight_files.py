@@ -1,0 +1,127 @@
+"""Files of weights whose download was cut short are found out from their headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from safetensors.numpy import save_file
+
+from specdec.errors import InvalidRequest
+from specdec.weight_files import require_whole_gguf, require_whole_weights
+
+TENSORS = {"a": np.ones((3, 5), np.float32), "b": np.ones((7,), np.float16)}
+MODEL = "some/model"
+
+
+def cut(path: Path, length: int) -> Path:
+    path.write_bytes(path.read_bytes()[:length])
+    return path
+
+
+def refusal_of(directory: Path) -> str:
+    with pytest.raises(InvalidRequest) as refusal:
+        require_whole_weights(MODEL, directory)
+    assert refusal.value.message.startswith(f"model {MODEL!r} has ")
+    assert len(refusal.value.message) < 300
+    return refusal.value.message
+
+
+def test_a_whole_file_passes_and_no_beginning_of_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path, metadata={"format": "pt"})
+    require_whole_weights(MODEL, tmp_path)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert "a damaged model.safetensors" in refusal_of(tmp_path)
+    assert f"it has {len(whole) - 1} bytes of {len(whole)}" in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 8, b"version https://git-lfs.github.com/spec/v1\n", (2).to_bytes(8, "little") + b"[]"],
+    ids=["empty", "huge", "git-lfs", "list"],
+)
+def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "a damaged model.safetensors" in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize("tensor", [{}, 7, {"data_offsets": 1}, {"data_offsets": [0]}, {"data_offsets": [0, "x"]}])
+def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, tensor: Any) -> None:
+    header = json.dumps({"a": tensor}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "its header is unreadable" in refusal_of(tmp_path)
+
+
+def shards(directory: Path) -> None:
+    for number, name in enumerate("ab"):
+        save_file({name: TENSORS[name]}, directory / f"model-{number}.safetensors")
+    index = {"weight_map": {name: f"model-{number}.safetensors" for number, name in enumerate("ab")}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_every_shard_is_looked_at_and_no_other_file(tmp_path: Path) -> None:
+    shards(tmp_path)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"half")
+    require_whole_weights(MODEL, tmp_path)
+    cut(tmp_path / "model-1.safetensors", 40)
+    assert "a damaged model-1.safetensors" in refusal_of(tmp_path)
+    (tmp_path / "model-1.safetensors").unlink()
+    assert "has no model-1.safetensors, which its model.safetensors.index.json names" in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 1}', "[" * 100_000])
+def test_an_unreadable_index_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "an unreadable model.safetensors.index.json" in refusal_of(tmp_path)[:200]
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("alignment", [32, 64])
+def test_a_whole_gguf_file_passes_and_no_beginning_of_it_does(tmp_path: Path, kind: str, alignment: int) -> None:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_custom_alignment(alignment)
+    writer.add_token_list(["a", "\N{GRINNING FACE}", "c"])
+    writer.add_token_scores([0.5, 1.5, 2.5])
+    writer.add_string("some.text", "x" * 100)
+    writer.add_array("some.flags", [True, False])
+    for name in ("first", "second"):
+        stored = GGMLQuantizationType[kind]
+        writer.add_tensor(name, quantize(np.ones((3, 64), np.float32), stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    require_whole_gguf(path)
+    whole = path.read_bytes()
+    for length in range(4, len(whole) - alignment):  # the last tensor's padding holds nothing
+        path.write_bytes(whole[:length])
+        with pytest.raises(InvalidRequest, match=r"is damaged: it (has \d+ bytes of \d+|ends within its header)"):
+            require_whole_gguf(path)
+
+
+@pytest.mark.parametrize("byte", range(4, 24))
+def test_a_gguf_header_with_an_absurd_number_is_refused_or_told_by_the_conversion(tmp_path: Path, byte: int) -> None:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("first", np.ones((3, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    damaged = bytearray(path.read_bytes())
+    damaged[byte] ^= 0xFF
+    path.write_bytes(damaged)
+    if byte < 8:  # another version
+        require_whole_gguf(path)
+        return
+    with pytest.raises(InvalidRequest, match="is damaged: "):
+        require_whole_gguf(path)
