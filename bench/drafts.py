@@ -4,8 +4,8 @@ A request of the kind that edits or quotes: its prompt holds a file's beginning,
 beginning again, as an edited copy would. The target is `deep(18, 0.02)`, greedy, one stream; ours finds its drafts in
 the text (`suffix`), the peer is Hugging Face's prompt lookup on the same prompts. Every prompt is new to every system:
 what `suffix` finds is in the prompt, or was said in answer to other ones. Early exit: `local_drafts`; heads:
-`head_drafts`; drafts with another tokenizer: `other_tokenizers`; rows 36 and 37: `draft_routes`. Not here: draft models
-of the target's own (`latency`).
+`head_drafts`; drafts with another tokenizer: `other_tokenizers`; rows 36 and 37: `draft_routes`; row 38: `learning`.
+Not here: draft models of the target's own (`latency`).
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import draft_routes, head_drafts, local_drafts, other_tokenizers
+from bench import draft_routes, head_drafts, learning, local_drafts, other_tokenizers
 from bench.draft_rows import same_text_row, speed_rows
 from bench.models import DEMO, deep
 from bench.pairs import interleave
@@ -28,7 +28,7 @@ SUITE = "drafts"
 CASE = "deep(18, 0.02), text that repeats"
 SUFFIX, NGRAM, TARGET_ONLY, LOOKUP = "suffix", "ngram", "target_only", "hf_prompt_lookup"
 NUM_QUICK_PROMPTS = 3
-KINDS = ["text", "early_exit", "eagle3", "other_tokenizers", "routes"]
+KINDS = ["text", "early_exit", "eagle3", "other_tokenizers", "routes", "learning"]
 #: As Transformers' documentation sets it.
 LOOKUP_TOKENS = 10
 
@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             rows += other_tokenizers.rows(SUITE, arguments.quick)
         if "routes" in arguments.kinds:
             rows += draft_routes.run(arguments, SUITE)
+        if "learning" in arguments.kinds:
+            rows += learning.rows(SUITE, arguments.quick)
         return rows
 
 

@@ -23,7 +23,7 @@ from bench.workload import GAMMA, NUM_NEW_TOKENS, OwnPrompts, prompt_token_ids
 ONE_STREAM, STREAMS = "one_stream", "streams"
 OURS, AUTO, TARGET_ONLY = "specdec", "specdec, gamma auto", "specdec_target_only"
 ASSISTED, PLAIN = "hf_assisted", "hf_plain"
-#: What the pair was dialled for must still hold in the streams that count.
+#: What the pair was made for must still hold in the streams that count.
 LEAST_ALPHA, MOST_ALPHA = 0.75, 0.85
 PROMPT_TOKENS = 48
 NOTE = "Draft and target share one device, so the overlap shown understates what two devices give."

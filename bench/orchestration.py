@@ -1,8 +1,8 @@
-"""Suite `orchestration`: the real processes around simulated engines against the ideal of the dialled numbers.
+"""Suite `orchestration`: the real processes around simulated engines against the ideal of the configured numbers.
 
 Rows 7 to 10 and 12, what a long prompt does to running streams (`long_prompt`), and gamma chosen for many streams at
 once (`crowd`). A redis-server holds the sessions of the agreed rows. Every figure is simulated: forward passes are
-waits of a stated length, acceptance is dialled, and delay is added at the engines' ends of both links (a quarter of the
+waits of a stated length, acceptance is set, and delay is added at the engines' ends of both links (a quarter of the
 stated round-trip on each of a round's four ways). Efficiency is docs/protocol.md section 6's time per round over the
 measured one, at the client, prefill and the rounds cut short by the token limit left out. Not here: any model.
 """

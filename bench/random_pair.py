@@ -47,7 +47,7 @@ class RandomPair:
     draft: PairModel
     eps: float
     agreement: float
-    """Share of the tokens of the target's own greedy text that the draft names too: alpha at T = 0, as dialled."""
+    """Share of the tokens of the target's own greedy text that the draft names too: alpha at T = 0, as configured."""
 
 
 def write_random_pair(

@@ -1,4 +1,4 @@
-"""The real processes around simulated engines, and what a round of theirs takes by the dialled numbers alone.
+"""The real processes around simulated engines, and what a round of theirs takes by the configured numbers alone.
 
 Not here: the engines (`specdec.engine.simulated.engines`), what is measured (`orchestration`).
 """
@@ -46,7 +46,7 @@ def write_tokenizer(directory: Path) -> Path:
 
 
 def ideal_round_s(pair: SimulatedPair, gamma: int, round_trip_s: float) -> float:
-    """Time of a round by docs/protocol.md section 6, from the dialled numbers alone.
+    """Time of a round by docs/protocol.md section 6, from the configured numbers alone.
 
     Args:
         pair: pre-drafted or not, as it says; a missed round waits half a branched step for the one under way.
@@ -71,7 +71,7 @@ def ideal_tokens_per_s(pair: SimulatedPair, gamma: int, round_trip_s: float = 0.
 
 
 def best_gamma(pair: SimulatedPair, max_gamma: int = 16) -> int:
-    """The gamma with the most tokens a second by the dialled numbers."""
+    """The gamma with the most tokens a second by the configured numbers."""
     return max(range(1, max_gamma + 1), key=lambda gamma: ideal_tokens_per_s(pair, gamma))
 
 

@@ -1,7 +1,7 @@
 """What the cold tier's rule chooses by itself for targets of other speeds than the demo pair's.
 
 The real engine, scheduler and tier, with a real Redis, on a worker that computes nothing: its steps are waits of a
-dialled length, its KV has the size of an 8B model's in 16 bits (32 layers of 8 heads of 128). Not here: real models
+chosen length, its KV has the size of an 8B model's in 16 bits (32 layers of 8 heads of 128). Not here: real models
 (`elastic_tier`, which calls this).
 """
 

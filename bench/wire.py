@@ -64,7 +64,7 @@ def _rows(runs: list[StreamRun], alpha: float, quick: bool) -> list[Row]:
     num_full = sum(run.stats["accepted_per_position"][GAMMA - 1] for run in runs)
     measured_alpha = num_accepted / (num_accepted + num_rounds - num_full)
     if abs(measured_alpha - alpha) > TOLERANCE and not quick:
-        raise RuntimeError(f"alpha is {measured_alpha:.3f} where {alpha} ± {TOLERANCE} was dialled")
+        raise RuntimeError(f"alpha is {measured_alpha:.3f} where {alpha} ± {TOLERANCE} was configured")
     case = f"V = 151,936, gamma {GAMMA}, T = 1, 64 entries, alpha {alpha}"
     row = partial(Row, suite=SUITE, case=case, system="both links", origin=Origin(), quick=quick)
     per_round = row(row=None, metric="bytes_per_round", value=num_bytes / num_rounds, unit="bytes")

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from coordinator.config import CoordinatorSettings
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
@@ -79,7 +80,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.push_async_callback(canary.close)
         generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
                                   metrics=metrics, directory=directory, history=history, scores=scores,
-                                  canary=canary)  # fmt: skip
+                                  canary=canary, learning_log=_open_learning_log(settings, metrics))  # fmt: skip
         default_mode = Mode[settings.default_mode.upper()]
         CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
         if settings.metrics:
@@ -129,6 +130,19 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
         draft_timeout_s=settings.draft_timeout_s,
         max_running=settings.max_queue,
         tenant=settings.tenant,
+    )
+
+
+def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics) -> LearningLog | None:
+    """Raises InvalidRequest where it cannot be kept."""
+    if settings.learning_log is None:
+        return None
+    return LearningLog(
+        settings.learning_log,
+        tenant=settings.tenant,
+        max_bytes=settings.learning_log_max_bytes,
+        max_age_s=settings.learning_log_max_age_s,
+        count=metrics.observe_logged,
     )
 
 

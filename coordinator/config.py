@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -55,6 +56,16 @@ class CoordinatorSettings(ServiceSettings):
     """auto: a request that names no draft pool gets the pool of draft models that its kind of requests goes fastest
     with, and another one on the way where that pays; what the others would have done is found out in the background.
     none: the first pool, always."""
+
+    learning_log: Path | None = None
+    """Folder for a log of what the target said, which `specdec distill` trains drafts on. It holds users' texts: in a
+    folder of the tenant's own there, for this user alone, written in the background. Unset: nothing is logged."""
+
+    learning_log_max_bytes: int = Field(default=1 << 30, ge=1 << 21)
+    """Most bytes of the tenant's learning log; the oldest texts go first."""
+
+    learning_log_max_age_s: float = Field(default=7 * 86400.0, gt=0.0)
+    """Seconds after which what lies in the tenant's learning log is deleted, while a coordinator that keeps it runs."""
 
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
     """Speculation mode of requests that name none."""

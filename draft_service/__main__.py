@@ -80,6 +80,7 @@ KIND = ReplicaKind(
     build_engine=_build_proposer,
     build_servicer=DraftServicer,
     check=_check,
+    is_shadow=lambda settings: settings.shadow == "on",
 )
 
 

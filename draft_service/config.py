@@ -20,6 +20,10 @@ class DraftSettings(ReplicaSettings):
     listen: Address = "127.0.0.1:50061"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
+    shadow: Literal["on", "off"] = "off"
+    """on: what others draft is scored here where requests are routed, and a request gets this pool only if it names it,
+    or by `specdec promote`."""
+
     max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
     """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
 

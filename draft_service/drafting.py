@@ -1,5 +1,8 @@
 """The draft service's program: draws tokens, one a step, until a draft is complete.
 
+Its logits come from `specdec.engine.loop.steps`. A token goes back there, to be run; the last one ends the call, whose
+draft goes to `specdec.engine.sessions.calls`.
+
 Not here: how a token is drawn (`specdec.engine.drafting.drawing`), requests and answers' way in and out (`proposer`),
 drafting ahead (`predraft`), whether tokens are accepted (the coordinator). Called by the engine loop and by `predraft`.
 """

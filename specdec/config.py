@@ -57,6 +57,12 @@ _VALUE_NAMES = {
 _TYPE_NAMES = {"str": "NAME", "int": "N", "float": "NUMBER"}
 
 
+#: What gRPC takes for another way of finding a peer, a socket file for one, where a port stands behind it.
+_SCHEMES = frozenset(
+    ("dns", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
+)
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Splits `HOST:PORT` (`[::1]:50051` for IPv6) into host, without brackets, and port.
 
@@ -74,7 +80,8 @@ def check_dialable(address: str) -> str:
     """Returns `address` if other machines may make sense of it; more than `split_address` asks.
 
     Raises:
-        ValueError: it is not HOST:PORT with the name or the address of a host and a port of 1 to 65535.
+        ValueError: it is not HOST:PORT with the name or the address of a host and a port of 1 to 65535, or gRPC would
+            not take it for that.
     """
     shown = ascii(address[:_MAX_SHOWN_CHARACTERS])
     if not address.isascii() or len(address) > _MAX_ADDRESS_CHARACTERS:
@@ -84,7 +91,7 @@ def check_dialable(address: str) -> str:
         is_host = bool(IPv6Address(host)) if address.startswith("[") else _HOST_NAME.fullmatch(host) is not None
     except ValueError:
         is_host = False
-    if not is_host or port == 0:
+    if not is_host or port == 0 or host.lower() in _SCHEMES:
         raise ValueError(f"must be HOST:PORT with a host's name or address and a port above 0, not {shown}")
     return address
 

@@ -301,6 +301,8 @@ class EngineInfo:
     """Sessions that call it: one is in work, or was within the last second."""
     local_drafts: tuple[str, ...] = ()
     """Of a target: names of what it can draft with by itself."""
+    shadow: bool = False
+    """Of a draft: scored, and used by those alone that name its pool or that it is promoted to."""
     local_gammas: tuple[int, ...] = ()
     """Of each: most tokens that a draft can have, 0 for as many as are asked for. () where that is so of all, and of
     releases that do not tell."""

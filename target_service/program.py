@@ -1,8 +1,9 @@
 """From a step's logit rows to verifications, and to the draft tokens of calls that draft here: the target's program.
 
-The answer for L draft tokens is L + 1 rows, the last one for the bonus token. Not here: requests and answers' way in
-and out (`verifier`), how a draft token is drawn (`specdec.engine.drafting.drawing`), the decision (the coordinator).
-Called by the engine loop on the device thread.
+The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It goes to
+`specdec.engine.sessions.calls`, which stores it and tells whoever waits. Not here: requests and answers' way in and out
+(`verifier`), how a draft token is drawn (`specdec.engine.drafting.drawing`), the decision (the coordinator). Called by
+the engine loop on the device thread.
 """
 
 from __future__ import annotations

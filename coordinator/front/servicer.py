@@ -33,9 +33,12 @@ from coordinator.generation.admission import Generations
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+#: Of how many tokens a text to tokenize may be, before any target replica has said how many it holds.
+_MAX_TOKENS_UNTIL_CONNECTED = 1 << 15
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -90,11 +93,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input must be one of text and messages, got none", field="input")
+        most = self._max_tokenized()
         if kind == "messages":
-            turns = validate_messages(decode_messages(request.messages))
-            token_ids = await in_thread(self._tokenizer.encode_chat, [turn.as_dict() for turn in turns])
+            turns = [turn.as_dict() for turn in validate_messages(decode_messages(request.messages))]
+            token_ids = await in_thread(self._tokenizer.encode_chat, turns, max_tokens=most)
         else:
-            token_ids = await in_thread(self._tokenizer.encode, request.text, add_special_tokens=True, field="text")
+            token_ids = await in_thread(
+                self._tokenizer.encode, request.text, add_special_tokens=True, field="text", max_tokens=most
+            )
         return coordinator_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def GetInfo(  # noqa: N802
@@ -124,6 +130,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._pools.require_model_pool(request.draft_pool)
         promotion = await self._generations.promote(request.draft_pool, request.share)
         return coordinator_pb2.PromoteResponse(promotion=encode_promotion(promotion))
+
+    def _max_tokenized(self) -> int:
+        try:
+            return self._pools.max_context_tokens
+        except Unavailable:
+            return _MAX_TOKENS_UNTIL_CONNECTED
 
     def _limits(self) -> ServingLimits:
         """Raises Unavailable before the first target replica is connected."""

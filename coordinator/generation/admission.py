@@ -21,6 +21,8 @@ from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.request_log import LoggedRequest, check_held, check_same_request
 from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.generation.tails import Tails
+from coordinator.learning.log import LearningLog
+from coordinator.learning.recorder import Recorder
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
@@ -67,6 +69,7 @@ class Generations:
         history: TokenHistory | None = None,
         scores: ScoreQueue | None = None,
         canary: Canary | None = None,
+        learning_log: LearningLog | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +77,7 @@ class Generations:
             history: of the same tenant, for drafts found in text; None: they look at their own session alone.
             scores: where committed tokens are scored, to route requests among draft models; None: they are not.
             canary: follows the promotion of a draft model, where requests are routed.
+            learning_log: where what the target says goes, for drafts to learn from; None: nowhere.
         """
         self._settings = settings
         self._store = store
@@ -90,7 +94,7 @@ class Generations:
         self._assembly = GenerationAssembly(
             store=store, pools=pools, placement=placement, removal=self._removal, prefixes=self._prefixes,
             draft_kinds=self._draft_kinds, metrics=metrics, draft_timeout_s=settings.draft_timeout_s,
-            tenant=settings.tenant,
+            tenant=settings.tenant, recorder=None if learning_log is None else Recorder(learning_log, pools),
         )  # fmt: skip
         self._running: dict[str, Generation] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -7,6 +7,7 @@ with (`beginnings`), which of them run (`admission`).
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from coordinator.generation.accounting import Account
@@ -17,6 +18,8 @@ from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import Publisher
 from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.stream import OutputStream
+from coordinator.learning.recorder import Recorder
+from coordinator.learning.turn_record import TurnRecord
 from coordinator.replicas.placement import Placement, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
@@ -43,6 +46,7 @@ class GenerationAssembly:
         removal: SessionRemoval,
         prefixes: Prefixes,
         draft_kinds: DraftKinds,
+        recorder: Recorder | None,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
         tenant: str,
@@ -53,6 +57,7 @@ class GenerationAssembly:
         self._removal = removal
         self._prefixes = prefixes
         self._draft_kinds = draft_kinds
+        self._recorder = recorder
         self._tenant = tenant
         self._metrics = metrics
         self._draft_timeout_s = draft_timeout_s
@@ -85,6 +90,7 @@ class GenerationAssembly:
             on_failure_without_output=partial(self._discard, beginning),
             remember_output=self._draft_kinds.remember,
             route=route,
+            record=self._record(beginning, setting),
         )
         return Generation(identity, parts), parts
 
@@ -92,6 +98,14 @@ class GenerationAssembly:
         """To be called when no generation runs. Idempotent."""
         await self._lease_keeper.close()
         await self._draft_kinds.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
+
+    def _record(self, beginning: Beginning, setting: RoundSetting) -> TurnRecord | None:
+        if self._recorder is None:
+            return None
+        fingerprint = beginning.identity.parameters.target_fingerprint
+        return self._recorder.record(setting, fingerprint, len(beginning.tokens))
 
     def _replicas(self, beginning: Beginning, route: RequestRoute | None) -> SessionReplicas:
         parameters = beginning.identity.parameters

@@ -20,6 +20,7 @@ from coordinator.generation.accounting import Account
 from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import DecidedRound, Publisher
 from coordinator.generation.stream import OutputStream, Subscription
+from coordinator.learning.turn_record import TurnRecord
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import Finished, GenerationIdentity, OutputChunk
@@ -57,6 +58,8 @@ class GenerationParts:
     """Told what the request has said, however it ended."""
     route: RequestRoute | None = None
     """Where its draft model's pool may change."""
+    record: TurnRecord | None = None
+    """Of what the target says, where that is logged."""
 
 
 class Generation:
@@ -135,6 +138,8 @@ class Generation:
             parts.replicas.truncate_to(len(parts.tokens))
             if parts.route is not None:
                 parts.route.note(outcome, len(output.token_ids))
+            if parts.record is not None:
+                parts.record.note(outcome.supports, outcome.verification, len(output.token_ids))
 
             await parts.publisher.publish(decided)
             if output.finish_reason is not None:
@@ -149,6 +154,8 @@ class Generation:
         await self._parts.publisher.close()
         if self._parts.route is not None:
             self._parts.route.end(self._parts.account.stats if error is None else None)
+        if self._parts.record is not None:
+            self._parts.record.end(self._parts.tokens, self._identity.output_start + self.stream.num_tokens)
         self._parts.remember_output(self._parts.tokens.tail(self._identity.output_start).tolist())
         self._parts.lease_keeper.drop(self._parts.lease)
         stats = self._parts.account.stats

@@ -1,7 +1,7 @@
 """How a coordinator gets the right to write a session.
 
-Not here: what a lease is (`specdec.state.store`), renewing one while a generation runs (`lease_keeper`). Called by
-`beginnings` and `tails`.
+With the lease a request goes back to `beginnings`, which writes the turn's beginning under it. Not here: what a lease
+is (`specdec.state.store`), renewing one while a generation runs (`lease_keeper`). Called by `beginnings` and `tails`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a request leaves in the session store, and how any coordinator reads it back to replay it or carry on.
 
 A record holds the request's parameters with its seed, its turn and where its output starts; the token log holds the
-rest. Randomness is keyed by seed, turn and position, so the distribution goes on where it stopped. Not here: leases,
-replicas (they answer KV_MISS and are sent what they lack). Called by `beginnings`, `publisher` and `tails`.
+rest. Randomness is keyed by seed, turn and position, so the distribution goes on where it stopped. What was written or
+read goes back to `beginnings`, and with it to `assembly`. Not here: leases, replicas (they answer KV_MISS and are sent
+what they lack). Called by `beginnings`, `publisher` and `tails`.
 """
 
 from __future__ import annotations

@@ -171,11 +171,17 @@ class ReplicaPools:
         return NotFound(words, reason="POOL_NOT_FOUND", field=field)
 
     def live_model_pools(self) -> list[str]:
-        """Names of the pools with a draft replica that can be used, the first one first."""
+        """Names of the pools with a draft replica that can be used, the first one first, shadows
+        included."""
         return self._in_order({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
 
     def _in_order(self, model_pools: Iterable[str]) -> list[str]:
         return sorted(model_pools, key=lambda name: (name != self._first_model_pool, name))
+
+    def open_model_pools(self) -> list[str]:
+        """Of those, the ones that a request gets that names none: no shadow, unless there is nothing else."""
+        live = [replica for replica in self._known(DRAFT) if replica.is_in_use]
+        return self._in_order({replica.pool for replica in live if not is_shadow(replica)}) or self.live_model_pools()
 
     @property
     def local_pools(self) -> tuple[str, ...]:
@@ -204,8 +210,9 @@ class ReplicaPools:
         any where text is looked into first."""
         if pool and pool not in self.lookup_pools:
             return pool
-        live = {replica.pool for replica in self._known(DRAFT) if replica.is_alive}
-        return next(iter(self._in_order(live or self._draft_pool_names)), "")
+        live = {replica.pool: is_shadow(replica) for replica in self._known(DRAFT) if replica.is_alive}
+        names = {name for name, shadow in live.items() if not shadow} or live or self._draft_pool_names
+        return next(iter(self._in_order(names)), "")
 
     async def poll(self) -> None:
         """Looks at every replica once: connects new ones, revives and buries old ones.
@@ -307,6 +314,11 @@ class ReplicaPools:
             self._draft_pool_names.add(replica.pool)
         else:
             self._local_pool_names |= dict.fromkeys(names)
+
+
+def is_shadow(replica: DraftReplica) -> bool:
+    """Whether requests get a replica's pool by name or promotion alone."""
+    return replica.info is not None and replica.info.shadow
 
 
 def _local_drafts(replica: Replica[Any]) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ the rows that a request has lately needed after its prompt, measured. The replic
 that would be without a prefix where they are equal. So a replica may be busier by one session for every `request_rows`
 tokens that it saves, and a prefix that everybody shares spreads to as many replicas as its sessions need.
 
-Arithmetic on what it is told, no clock. Not here: who holds what (`prefixes`), a session that comes back to the replica
-of its own KV (`placement`).
+Arithmetic on what it is told, no clock. The choice goes back to `placement`, which keeps it for the session. Not here:
+who holds what (`prefixes`), a session that comes back to the replica of its own KV (`placement`).
 """
 
 from __future__ import annotations

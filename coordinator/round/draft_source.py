@@ -1,8 +1,9 @@
 """Where a round's draft tokens come from: the one contract, and the draft that is a model's.
 
 A source chooses how many tokens are worth it, gets them, and learns from what became of them. The decision never asks
-which one it was: a draft is tokens and what they were drawn from (docs/protocol.md section 9). Not here: drafts found
-in text (`lookup_drafts`), the target's own (`local_drafts`), the call to a replica (`draft_calls`), the choice of gamma
+which one it was: a draft is tokens and what they were drawn from (docs/protocol.md section 9). A model's draft is asked
+for by `draft_calls`; what it gave goes back to `runner`, to be verified. Not here: drafts found in text
+(`lookup_drafts`), the target's own (`local_drafts`), the call to a replica (`draft_calls`), the choice of gamma
 (`gamma`). Called by `runner`.
 """
 

@@ -2,8 +2,9 @@
 
 The number of tokens is chosen as for a draft replica, by what drafting them took there; the wait for the call itself is
 the verification's. Whether a target can draft is its own matter: one that lost or lacks the pool verifies a target-only
-step, and so does one that has not run enough of the session. Not here: the call (`target_calls`), what became of the
-draft (`runner`, which puts it in the place of this answer). Called by `runner`.
+step, and so does one that has not run enough of the session. What is asked for goes by way of `runner` into the
+verification (`target_calls`). Not here: the call (`target_calls`), what became of the draft (`runner`, which puts it in
+the place of this answer). Called by `runner`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A round's draft found in text, without a call; where nothing is found, or a model's draft pays better, that one.
 
 What was found is a point mass for every token: S = {x} (docs/protocol.md sections 3 and 9). Its tokens cost nothing to
-draft and only some of them are there in a round, so that they are compared with a model's by what a round of each
-makes a second. Not here: the search (`coordinator.lookup`). Called by `runner`.
+draft and only some of them are there in a round, so that they are compared with a model's by what a round of each makes
+a second. Either goes back to `runner`, to be verified. Not here: the search (`coordinator.lookup`).
 """
 
 from __future__ import annotations

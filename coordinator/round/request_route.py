@@ -65,7 +65,7 @@ class RequestRoute:
     def begin(self) -> str:
         """The pool to begin with; "" where there is none."""
         usual, canary = self._routes.choose(self.request_class), self._routes.canary
-        if canary is None or canary.promotion is None or canary.promotion.pool not in self._routes.candidates():
+        if canary is None or canary.promotion is None or canary.promotion.pool not in self._routes.scored():
             return usual
         self._promoted = canary.pool_of(self._setting.session_id)
         self._is_compared = usual != canary.promotion.pool
@@ -134,11 +134,11 @@ class RequestRoute:
         """Sends off what was collected; `before` tokens of the session came after it."""
         start, p, used = self._start, self._p[:MAX_SCORED_TOKENS], self._used
         self._start, self._p, self._used = len(self._tokens) - before, [], {}
-        candidates = self._routes.candidates()
-        if not used.keys() <= set(candidates):
+        scored = self._routes.scored()
+        if not used.keys() <= set(scored):
             used = {}  # tokens that were found in text are the easy ones: a model that drafted the rest is scored, too
-        unused = tuple(pool for pool in candidates if pool not in used)
-        if len(p) < LEAST_SPAN_TOKENS or not unused or len(candidates) < 2 or start > MAX_CONTEXT_TOKENS:
+        unused = tuple(pool for pool in scored if pool not in used)
+        if len(p) < LEAST_SPAN_TOKENS or not unused or len(scored) < 2 or start > MAX_CONTEXT_TOKENS:
             return
         rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}
         all_tokens = self._tokens.tail(0)

@@ -91,6 +91,10 @@ class Routes:
 
     def candidates(self) -> list[str]:
         """Pools of draft models that a request may be routed to now."""
+        return self._pools.open_model_pools()
+
+    def scored(self) -> list[str]:
+        """Those, and the shadows beside them: pools that are heard of every span."""
         return self._pools.live_model_pools()
 
     def choose(self, request_class: str) -> str:
@@ -170,7 +174,10 @@ class Routes:
                 record = of_class.pools[pool]
                 goodput, weight = self.rate(name, pool, 0.0), of_class.hedge.weight(pool)
                 share = record.num_rounds / num_rounds if num_rounds else 0.0
-                figures.append(RouteFigures(name, record.acceptance.measured, goodput, weight, share, is_chosen))
+                acceptance = record.acceptance
+                figures.append(
+                    RouteFigures(name, acceptance.measured, goodput, weight, share, is_chosen, acceptance.num_tested)
+                )
         return figures
 
     def _of(self, request_class: str) -> _Class:

@@ -9,6 +9,7 @@ the maths (core), the wire (rpc).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
@@ -25,7 +26,7 @@ from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.rpc.calls import WireCount
-from specdec.types import Mode, Proposal, Verification
+from specdec.types import Mode, Proposal, Support, Verification
 
 
 class RoundOutcome(NamedTuple):
@@ -46,6 +47,9 @@ class RoundOutcome(NamedTuple):
     target_only_cause: str
     """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
     target asked to), or an error's reason; "" where there was one."""
+    supports: Sequence[Support]
+    """Of the draft tokens; empty in greedy and coupled rounds."""
+    verification: Verification
 
 
 class RoundRunner:
@@ -113,6 +117,8 @@ class RoundRunner:
             num_cached_tokens=target.verification.num_cached_tokens,
             draft_pool=draft.pool,
             target_only_cause=draft.missing_cause,
+            supports=draft.proposal.supports,
+            verification=target.verification,
         )
 
     def _decide(self, proposal: Proposal, verification: Verification, committed_len: int) -> Decision:

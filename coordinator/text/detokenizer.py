@@ -3,7 +3,7 @@
 After n tokens the delivered text is a function of those n tokens alone, and a prefix of the text of every output that
 begins with them. What later tokens could still change is held back: bytes of an unfinished character, spaces that the
 clean-up may remove, and the beginning of what may become a stop string. An output is stopped at the first token after
-which its decoded text contains a stop string.
+which its decoded text contains a stop string. The text goes back to `output`, with its token.
 
 Not here: end tokens and length limits (`output`). One object serves one output; it is not safe to share.
 """

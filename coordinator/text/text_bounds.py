@@ -1,16 +1,26 @@
-"""How much text a token can stand for at most, so that a text far beyond the context is refused before it is encoded.
+"""How much text a number of tokens can stand for, so that one far beyond the context is refused unread.
 
-Only for tokenizers in which every character counts: byte-level BPE, and BPE that falls back to bytes. Where something
-may swallow text (a normalizer that strips, words of any length that are one unknown token, added tokens that take the
-space around them), there is no such bound, and what is valid must not be refused. Called by `tokenizer`.
+Where every character counts (byte-level BPE, and BPE that falls back to bytes), the longest token says it, and white
+space that an added token takes along (`lstrip`, `rstrip`) is found and left out. Elsewhere nothing does: a word of any
+length, or a run of what is unknown, may be one token, a normalizer may leave text out. There a limit of our own holds,
+far above what text has. Called by `tokenizer`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+#: Of our own, where a token may stand for any text. Characters other than white space for each token: text has four or
+#: five, and a language model's longest words have tens.
+_CHARACTERS_PER_TOKEN = 64
+#: And with white space, of which tables and indented lines have runs: a quarter of the text at least is not empty.
+_CHARACTERS_WITH_SPACE_PER_TOKEN = 256
+#: And a text of no more than this is read in any case: it takes milliseconds, and what it is of is then known.
+_READ_ANYWAY = 1 << 16
 #: The most characters that composition makes one of: the longest canonical decomposition.
 _COMPOSED_CHARACTERS = 4
 _COMPOSING = frozenset(("NFC", "NFKC"))
@@ -18,10 +28,58 @@ _KEEPING_NORMALIZERS = frozenset(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLe
 _KEEPING_PRE_TOKENIZERS = frozenset(("ByteLevel", "Digits", "Metaspace"))
 _SPLITTING = frozenset(("Split", "Punctuation"))
 _NUM_BYTES = 256
+_SLICE = 1 << 16
+_WHITE_SPACE = re.compile(r"\s+")
 
 
-def characters_per_token(tokenizer: Any, vocabulary: Collection[str]) -> int | None:
-    """The most characters of text that one token can stand for; None where there is no bound.
+@dataclass(frozen=True, slots=True)
+class TextBounds:
+    """The longest text of a number of tokens, for one tokenizer."""
+
+    per_token: int
+    """Characters that a token stands for at most; `_counted` says which."""
+    with_space_per_token: int | None = None
+    """Where only characters other than white space are counted: of them and white space together."""
+    takes_space_before: tuple[str, ...] = ()
+    """Where all are counted: added tokens that take along the white space before them, which is not."""
+    takes_space_after: tuple[str, ...] = ()
+
+    def excess(self, text: str, max_tokens: int) -> tuple[int, int] | None:
+        """None where `text` may be of `max_tokens` tokens; else how many characters count, and how many might."""
+        room = max(max_tokens, 0)
+        is_ours = self.with_space_per_token is not None
+        if len(text) <= max(room * self.per_token, _READ_ANYWAY if is_ours else 0):
+            return None
+        if self.with_space_per_token is not None and len(text) > room * self.with_space_per_token:
+            return len(text), room * self.with_space_per_token
+        counted = self._counted(text, room * self.per_token)
+        return (counted, room * self.per_token) if counted > room * self.per_token else None
+
+    def _counted(self, text: str, most: int) -> int:
+        """Characters of `text` that tokens have to stand for; any number above `most` will do for one that is."""
+        if self.with_space_per_token is None and not (self.takes_space_before or self.takes_space_after):
+            return len(text)
+        visible = _num_visible(text)
+        if self.with_space_per_token is not None or visible > most:
+            return visible
+        # Few are visible, so there are few runs of white space to look at.
+        return len(text) - sum(map(len, self._taken(text)))
+
+    def _taken(self, text: str) -> Iterator[str]:
+        """The runs of white space beside what may be an added token that takes them along."""
+        for run in _WHITE_SPACE.finditer(text):
+            is_before = text.startswith(self.takes_space_before, run.end())
+            if is_before or text.endswith(self.takes_space_after, 0, run.start()):
+                yield run.group()
+
+
+def _num_visible(text: str) -> int:
+    """Characters that are no white space; by slices, so that not every word of a long text is there at once."""
+    return sum(sum(map(len, text[start : start + _SLICE].split())) for start in range(0, len(text), _SLICE))
+
+
+def text_bounds(tokenizer: Any, vocabulary: Collection[str]) -> TextBounds:
+    """What a tokenizer's tokens can stand for.
 
     Args:
         tokenizer: a `PreTrainedTokenizerFast`.
@@ -29,16 +87,25 @@ def characters_per_token(tokenizer: Any, vocabulary: Collection[str]) -> int | N
     """
     backend = tokenizer.backend_tokenizer
     normalizers, splitters = list(_parts(backend.normalizer)), list(_parts(backend.pre_tokenizer))
-    swallows = (
-        type(backend.model).__name__ != "BPE"
-        or any(added.lstrip or added.rstrip for added in backend.get_added_tokens_decoder().values())
-        or not all(map(_keeps_text, normalizers))
-        or not all(map(_keeps_words, splitters))
+    taking = [added for added in backend.get_added_tokens_decoder().values() if added.lstrip or added.rstrip]
+    counts_all = (
+        type(backend.model).__name__ == "BPE"
+        # What is looked for in the normalized text is not seen in this one.
+        and not any(added.content.isspace() or (added.normalized and normalizers) for added in taking)
+        and all(map(_keeps_text, normalizers))
+        and all(map(_keeps_words, splitters))
+        and _knows_every_byte(backend.model, [*normalizers, *splitters], vocabulary)
     )
-    if swallows or not _knows_every_byte(backend.model, [*normalizers, *splitters], vocabulary):
-        return None
+    longest = max(map(len, vocabulary), default=1)
+    if not counts_all:
+        per_token = max(_CHARACTERS_PER_TOKEN, longest * _COMPOSED_CHARACTERS)
+        return TextBounds(per_token, max(_CHARACTERS_WITH_SPACE_PER_TOKEN, per_token))
     composed = _COMPOSED_CHARACTERS if any(part["type"] in _COMPOSING for part in normalizers) else 1
-    return max(map(len, vocabulary)) * composed
+    return TextBounds(
+        longest * composed,
+        takes_space_before=tuple(added.content.lstrip() for added in taking if added.lstrip),
+        takes_space_after=tuple(added.content.rstrip() for added in taking if added.rstrip),
+    )
 
 
 def _parts(component: Any) -> Iterator[Mapping[str, Any]]:

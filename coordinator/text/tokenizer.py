@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from coordinator.text.text_bounds import characters_per_token
+from coordinator.text.text_bounds import text_bounds
 from coordinator.text.text_process import TextProcess
 from specdec.errors import Internal, InvalidRequest
 from specdec.token_bytes import decoder_parts
@@ -66,7 +66,7 @@ class ServedTokenizer:
             self.rules = _read_rules(self._tokenizer)
             self._template = self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
             special_tokens = _special_tokens(self._tokenizer)
-            self._characters_per_token = characters_per_token(self._tokenizer, vocabulary)
+            self._bounds = text_bounds(self._tokenizer, vocabulary)
         except BaseException as error:
             if not is_tokenizer_fault(error):
                 raise
@@ -95,7 +95,8 @@ class ServedTokenizer:
             text: of any length.
             add_special_tokens: belongs to a session's first text alone.
             field: the request field it came from, for errors.
-            max_tokens: refuse, before any work, a text that cannot be of so few. One that may be is not counted here.
+            max_tokens: refuse, before any work, a text that cannot be of so few, or has more characters for each than
+                text has (`text_bounds`). What passes is not counted here.
             given_up: once set, the rest of the work on a long text is left.
 
         Raises:
@@ -149,16 +150,15 @@ class ServedTokenizer:
         return self.encode(text, add_special_tokens=False, field="messages", max_tokens=max_tokens, given_up=given_up)
 
     def _check_length(self, text: str, field: str, max_tokens: int | None) -> None:
-        if max_tokens is None or self._characters_per_token is None:
+        if max_tokens is None or (excess := self._bounds.excess(text, max_tokens)) is None:
             return
-        most = max(max_tokens, 0) * self._characters_per_token
-        if len(text) > most:
-            raise InvalidRequest(
-                f"{field} must leave room for an output token: it has {len(text)} characters, and the "
-                f"{max_tokens} tokens there is room for hold {most} at most",
-                reason="CONTEXT_TOO_LONG",
-                field=field,
-            )
+        counted, most = excess
+        raise InvalidRequest(
+            f"{field} is far too long: it has {counted} characters, and the {max_tokens} tokens there is room for "
+            f"hold {most} at most",
+            reason="CONTEXT_TOO_LONG",
+            field=field,
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole output: special tokens left out, spaces cleaned up where the tokenizer says so."""

@@ -44,8 +44,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The whole command line. Defaults come from `environ` where api.md names a variable."""
-    from specdec.cli import bench, chat, generate, health, pools, promote, scale, status, up
+    """The whole command line. Defaults come from `environ` where a flag has a variable (`SPECDEC_ENDPOINT`)."""
+    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
 
     description = "Distributed speculative decoding: run it, talk to it, measure it."
     parser = _Parser(prog="specdec", description=description, allow_abbrev=False)
@@ -58,6 +58,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     pools.add_parser(commands, environ)
     promote.add_parser(commands, environ)
     scale.add_parser(commands, environ)
+    join.add_parser(commands, environ)
+    distill.add_parser(commands, environ)
     bench.add_parser(commands, environ)
     health.add_parser(commands)
     return parser
@@ -69,7 +71,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     Returns:
         The exit code: 0 only on success, 2 for usage, 130 after Ctrl-C, 1 otherwise.
     """
-    from specdec.cli import bench, chat, generate, health, pools, promote, scale, status, up
+    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
     from specdec.cli.terminal import error_line
 
     for stream in (sys.stdout, sys.stderr):
@@ -81,6 +83,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         args = build_parser(environ).parse_args(argv)
         if args.command == "up":
             return up.run(args, environ, _stop_event())
+        if args.command in ("distill", "join"):
+            return {"distill": distill.run, "join": join.run}[args.command](args)
         if args.command in ("generate", "chat"):
             talk = {"generate": generate.run, "chat": chat.run}
             return talk[args.command](args, environ, _interrupts)

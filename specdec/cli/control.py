@@ -1,11 +1,12 @@
 """How `specdec up` is told, by whoever runs it, to have other numbers of replicas: a Unix socket named after its port.
 
 The socket lies in a folder that nobody else may enter, as the embedded store's does, so no store is needed, nothing has
-to be kept secret, and two systems on one Redis stay apart. Each connection is one request, a line of JSON (`{"draft":
-3}`), answered by lines of JSON: what is being waited for (`{"stage": ...}`), then the numbers reached (`{"counts":
-...}`) or why not (`{"error": "CODE REASON: message"}`).
+to be kept secret, and two systems on one Redis stay apart. Each connection is one request, a line of JSON, answered by
+lines of JSON: what is being waited for (`{"stage": ...}`), then the numbers reached (`{"counts": ...}`) or why not
+(`{"error": "CODE REASON: message"}`). A request is numbers of replicas, `{"draft": 3}`, or a further draft model,
+`{"join": {"pool": NAME, "model": PATH}}`.
 
-Not here: what becomes of a request (`fleet`), the command (`scale`).
+Not here: what becomes of a request (`fleet`), the commands (`scale`, `join`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from specdec.state.embedded import short_temporary_folder
 
 _MAX_REQUEST_BYTES = 4096
 _REQUEST_TIMEOUT_S = 5.0
+_NO_REQUEST = "a request is one line of JSON, a whole number for each role"
 #: Between two lines of a request that is under way, so that a caller who left is noticed.
 _STAGE_INTERVAL_S = 0.5
 #: A socket this young may be another process's that does not listen yet.
@@ -91,7 +93,11 @@ class ControlSocket:
 
     def _answers(self, request: str) -> Iterator[Mapping[str, Any]]:
         try:
-            scaling = self._fleet.scale(_counts(request))
+            asked = _parsed(request)
+            if set(asked) == {"join"}:
+                scaling = self._fleet.join(*_pool_and_model(asked["join"]))
+            else:
+                scaling = self._fleet.scale(_counts(asked))
         except SpecdecError as error:
             yield {"error": f"{error.code} {error.reason}: {error.message}"}
             return
@@ -100,7 +106,7 @@ class ControlSocket:
         yield {"error": scaling.failure} if scaling.failure else {"counts": scaling.counts}
 
 
-def ask(port: int, counts: Mapping[str, int]) -> Iterator[Mapping[str, Any]]:
+def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Asks the `specdec up` of a port on this machine; what it answers, line by line.
 
     Raises:
@@ -111,7 +117,7 @@ def ask(port: int, counts: Mapping[str, int]) -> Iterator[Mapping[str, Any]]:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))
             with _lines_of(connection) as file:
-                file.write(json.dumps(counts) + "\n")
+                file.write(json.dumps(request) + "\n")
                 file.flush()
                 answer: dict[str, Any] = {}
                 for line in file:
@@ -131,16 +137,33 @@ def _lines_of(connection: socket.socket) -> TextIO:
     return connection.makefile("rw", encoding="utf-8", errors="replace")
 
 
-def _counts(request: str) -> dict[str, int]:
-    """Raises InvalidRequest for what is no JSON object of numbers."""
+def _parsed(request: str) -> dict[str, Any]:
+    """Raises InvalidRequest for what is no JSON object."""
     try:
-        counts = json.loads(request)
+        asked = json.loads(request)
     except (ValueError, RecursionError):
-        counts = None
-    is_counts = isinstance(counts, dict) and counts
-    if not is_counts or any(type(number) is not int for number in counts.values()):
-        raise InvalidRequest("a request is one line of JSON, a whole number for each role")
-    return dict(counts)
+        asked = None
+    if not isinstance(asked, dict) or not asked:
+        raise InvalidRequest(_NO_REQUEST)
+    return asked
+
+
+def _counts(asked: Mapping[str, Any]) -> dict[str, int]:
+    """Raises InvalidRequest for what is no whole number for each role."""
+    if any(type(number) is not int for number in asked.values()):
+        raise InvalidRequest(_NO_REQUEST)
+    return dict(asked)
+
+
+def _pool_and_model(asked: Any) -> tuple[str, str]:
+    """Raises InvalidRequest for what names no pool and model."""
+    if not isinstance(asked, dict) or set(asked) != {"pool", "model"} or not all(map(_is_text, asked.values())):
+        raise InvalidRequest("a draft model joins by the name of its pool and its path")
+    return asked["pool"], asked["model"]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and value.isprintable()
 
 
 def _folder(*, make: bool) -> Path:

@@ -28,6 +28,8 @@ class DraftPool:
     """What `specdec scale` counts its replicas by, and what their names begin with."""
     for_tokenizer: str = ""
     """Whose tokens it is to make, where it has others of its own."""
+    is_shadow: bool = False
+    """Whether requests get it by name or promotion alone."""
 
 
 def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftPool, ...]:
@@ -60,6 +62,19 @@ def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftP
             taken.append(name)
         pools.append(DraftPool(name, model, "draft" if len(named) == 1 else f"draft-{name}"))
     return tuple(pools)
+
+
+def joining_pool(name: str, model: str, there_are: Collection[str], reserved: Collection[str]) -> DraftPool:
+    """The pool of a draft model that joins a running system as a shadow.
+
+    Raises:
+        ValueError: it cannot be called so; the message is for the user.
+    """
+    if not re.fullmatch(_NAME, name) or name in reserved:
+        raise ValueError(f"{name[:80]!a} is no name for a draft model")
+    if name in there_are:
+        raise ValueError(f"a draft model is called {name} already")
+    return DraftPool(name, model, f"draft-{name}", is_shadow=True)
 
 
 def _split(given: str) -> tuple[str, str]:

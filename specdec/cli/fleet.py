@@ -38,6 +38,10 @@ class Launches(Protocol):
 
     def replica(self, name: str, num_alike: int) -> Service: ...
 
+    def join(self, name: str, model: str) -> str:
+        """A further draft model; returns its role. Raises SpecdecError where there can be none."""
+        ...
+
     def require_room(self, added: Mapping[str, int]) -> None:
         """Raises ResourceExhausted where so many more replicas of each role cannot be placed."""
         ...
@@ -119,6 +123,17 @@ class Fleet:
             self._wanted |= wanted
             self._scaling = Scaling()
             return self._scaling
+
+    def join(self, pool: str, model: str) -> Scaling:
+        """Asks for one replica of a further draft model, which only those get that name it or are promoted to it.
+
+        Raises:
+            SpecdecError: there can be no such pool.
+        """
+        with self._lock:
+            role = self._launcher.join(pool, model)
+            self._wanted[role] = 0
+        return self.scale({role: 1})
 
     def look(self) -> None:
         """To be called often: starts, drains and restarts what has to be."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
+from specdec.cli.draft_pools import joining_pool
 from specdec.cli.processes import Child, free_ports
 from specdec.cli.services import Service
 from specdec.cli.up_flags import (
+    LOOKUPS,
     UTILIZATION_ALONE,
     Models,
     later_metrics_address,
@@ -21,6 +24,7 @@ from specdec.cli.up_flags import (
     utilization,
     value,
 )
+from specdec.errors import InvalidRequest, Unsupported
 
 COORDINATOR = "coordinator"
 
@@ -68,12 +72,29 @@ class Launcher:
         """That have a model; where there are several draft pools, each is one."""
         return ("target", *(pool.group for pool in self._served.drafts))
 
+    def join(self, name: str, model: str) -> str:
+        """A further draft model, from now on, as a shadow; returns the role of its replicas.
+
+        Raises:
+            InvalidRequest: it cannot be called so.
+            Unsupported: nothing would ever tell whether it is good.
+        """
+        if self._args.route != "auto":
+            raise Unsupported("this specdec up runs without --route auto: a draft that joins is scored first")
+        try:
+            pool = joining_pool(name, model, [pool.name for pool in self._served.drafts], LOOKUPS)
+        except ValueError as error:
+            raise InvalidRequest(str(error), field="pool") from None
+        self._served = replace(self._served, drafts=(*self._served.drafts, pool))
+        return pool.group
+
     def coordinator(self) -> Service:
         """Starts the coordinator."""
         tokenizer = self._args.tokenizer or self._served.target
         arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
         arguments += ["--tenant", self._args.tenant]
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
+        arguments += ["--learning-log", self._args.learning_log] if self._args.learning_log else []
         arguments += ["--route", "auto"] if self._args.route == "auto" else []
         arguments += ["--default-draft-pool", self._served.drafts[0].name] if len(self._served.drafts) > 1 else []
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
@@ -127,6 +148,7 @@ class Launcher:
             pool = next(pool for pool in self._served.drafts if pool.group == group)
             own = ["--model", pool.model, "--pool", pool.name]
             own += ["--for-tokenizer", pool.for_tokenizer] if pool.for_tokenizer else []
+            own += ["--shadow", "on"] if pool.is_shadow else []
         return [
             *own,
             *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),

@@ -40,17 +40,25 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         InvalidRequest: the endpoint is not on this machine.
         Unavailable: no `specdec up` can be told there.
     """
-    counts = _counts(args.counts)
-    with Waiting(what="scaling") as waiting:
-        answer: Mapping[str, Any] = {}
-        for answer in control.ask(_local_port(args.endpoint), counts):
-            if answer.get("stage"):
-                waiting.show(answer["stage"])
+    answer = told(args.endpoint, _counts(args.counts), what="scaling")
     if "error" in answer:
         print(f"error: {answer['error']}", file=sys.stderr)
         return 1
     print(" ".join(f"{role}={number}" for role, number in answer["counts"].items()))
     return 0
+
+
+def told(endpoint: str, request: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
+    """Asks the `specdec up` of an endpoint and shows what it waits for; its last answer.
+
+    Raises: as `run`, but for Usage.
+    """
+    with Waiting(what=what) as waiting:
+        answer: Mapping[str, Any] = {}
+        for answer in control.ask(_local_port(endpoint), request):
+            if answer.get("stage"):
+                waiting.show(answer["stage"])
+    return answer
 
 
 def _counts(words: list[str]) -> dict[str, int]:

@@ -32,7 +32,7 @@ UTILIZATION_ALONE = 0.9
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 #: Values of `--draft` that name no model.
-_LOOKUPS = ("ngram", "suffix")
+LOOKUPS = ("ngram", "suffix")
 
 
 class Usage(Exception):
@@ -70,7 +70,7 @@ class _Draft(argparse.Action):
     ) -> None:
         if not given:
             raise argparse.ArgumentError(self, "must name a model or a kind of drafts, not ''")
-        if given in _LOOKUPS:
+        if given in LOOKUPS:
             namespace.lookup = tuple(dict.fromkeys((*namespace.lookup, given)))
         elif is_local_draft(given):
             namespace.local_draft = (*namespace.local_draft, given)
@@ -115,6 +115,10 @@ def add_parser(commands: Any) -> None:
         "--ray-address", metavar="ADDRESS", default="",
         help="place replicas on the nodes of this Ray cluster: HOST:PORT, auto (the one this machine belongs to) or "
         "local (one started for this); needs the package ray",
+    )  # fmt: skip
+    parser.add_argument(
+        "--learning-log", metavar="DIR", default="",
+        help="log what the target says there, users' texts included, for specdec distill; default: nothing is logged",
     )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument(
@@ -234,7 +238,7 @@ def models(args: argparse.Namespace) -> Models:
     target = args.target or str(demo / "target")
     drafts: tuple[DraftPool, ...] = ()
     if num_drafts(args):
-        drafts = _pools_given(args) or draft_pools([str(demo / "draft")], _LOOKUPS)
+        drafts = _pools_given(args) or draft_pools([str(demo / "draft")], LOOKUPS)
     local_drafts = args.local_draft
     if args.ray_address:  # a relative path is another one on another machine
         target, drafts = _elsewhere(target), tuple(replace(pool, model=_elsewhere(pool.model)) for pool in drafts)
@@ -250,7 +254,7 @@ def _elsewhere(model: str) -> str:
 
 def _pools_given(args: argparse.Namespace) -> tuple[DraftPool, ...]:
     try:
-        return draft_pools(args.draft, _LOOKUPS)
+        return draft_pools(args.draft, LOOKUPS)
     except ValueError as error:
         raise Usage(f"--draft: {error}") from None
 

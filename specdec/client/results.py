@@ -162,6 +162,8 @@ class Route:
     """Of the class's rounds lately, 0..1."""
     is_chosen: bool
     """Whether new requests of the class are drafted for here."""
+    num_tested: float = 0.0
+    """Draft tokens that alpha is of, old ones fading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,7 @@ def _read_route(message: pb.RouteInfo) -> Route:
         weight=message.weight,
         share=message.share,
         is_chosen=message.is_chosen,
+        num_tested=message.num_tested,
     )
 
 

@@ -1,8 +1,8 @@
 """Block verification: the draft tokens accepted together, which never accepts fewer than token by token.
 
 Sun et al. 2024 (arXiv:2403.10444), algorithm 2, on the sparse wire of docs/protocol.md section 3, in float64 over the
-same integers. Called by the coordinator once a round. Looks at acceptance draws it then discards: only with draws keyed
-by the round's start is the next round free of them.
+same integers. The decision goes back to `coordinator/round/runner`, as one of `rejection` does. Looks at acceptance
+draws it then discards: only with draws keyed by the round's start is the next round free of them.
 """
 
 from __future__ import annotations

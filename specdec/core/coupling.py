@@ -1,9 +1,9 @@
 """Coupled and greedy rounds: both sides choose by themselves, and the target's choice is always what is emitted.
 
-Gumbel coupling (Daliri, Musco, Ramesh 2024, arXiv:2408.07978): draft and target take argmax(log law + noise) with
-noise keyed by seed, turn, absolute position and token id, so similar laws choose alike, and the output depends on seed
-and target alone. Greedy is the same with one-hot laws. No q travels. Called by the coordinator (`verify_choices`);
-engines choose with the torch twin of `coupled_choice`.
+Gumbel coupling (Daliri, Musco, Ramesh 2024, arXiv:2408.07978): draft and target take argmax(log law + noise) with noise
+keyed by seed, turn, absolute position and token id, so similar laws choose alike, and the output depends on seed and
+target alone. Greedy is the same with one-hot laws. No q travels. The decision (`verify_choices`) goes back to
+`coordinator/round/runner`; engines choose with the torch twin of `coupled_choice`.
 """
 
 from __future__ import annotations

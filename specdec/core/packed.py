@@ -28,7 +28,7 @@ NO_IDS.setflags(write=False)
 class PackedIds(Sequence[TokenIds]):
     """The ascending token ids of L supports."""
 
-    __slots__ = ("sizes", "starts", "token_ids", "wire")
+    __slots__ = ("sizes", "starts", "token_ids")
 
     def __init__(self, token_ids: TokenIds, sizes: Sequence[int]) -> None:
         """
@@ -39,8 +39,6 @@ class PackedIds(Sequence[TokenIds]):
         self.token_ids = token_ids
         self.sizes = sizes
         self.starts = [0, *accumulate(sizes)][: len(sizes)]
-        self.wire: Any = None
-        """The message they came in, set where they may be sent on."""
 
     def __len__(self) -> int:
         return len(self.sizes)

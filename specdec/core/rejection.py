@@ -1,9 +1,9 @@
 """Token-wise rejection sampling on the sparse wire, in integers, and what every decision looks like.
 
 Leviathan, Kalman, Matias 2023 (arXiv:2211.17192), algorithm 1, with p = target and q = draft, on laws cut and rounded
-as docs/protocol.md section 3 says: exact for any q because q is what was sampled. Called by the coordinator once a
-round, on packed laws. Laws (`acceptance_bound`, `residual_weights`) and draws are apart so that a round's law can be
-enumerated.
+as docs/protocol.md section 3 says: exact for any q because q is what was sampled. A round's draft and its verification
+come from `coordinator/round/runner`, and its decision goes back there. Works on packed laws. Laws (`acceptance_bound`,
+`residual_weights`) and draws are apart so that a round's law can be enumerated.
 """
 
 from __future__ import annotations

@@ -45,11 +45,6 @@ def bind(**ids: str | int) -> Iterator[None]:
         _ids.reset(token)
 
 
-def bound_ids() -> Mapping[str, str | int]:
-    """The ids of this context."""
-    return _ids.get()
-
-
 def configure_logging(
     log_format: Literal["json", "text"], level: str, *, service: str, stream: TextIO | None = None
 ) -> None:

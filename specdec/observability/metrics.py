@@ -54,6 +54,7 @@ class CoordinatorMetrics:
         self._target_only = self._counter("target_only_steps", "Rounds without a draft token.", "cause")
         self._draft_s = self._histogram_tally("draft_latency_seconds", "Propose calls, network included.", _LATENCY_S)
         self._verify_s = self._histogram_tally("verify_latency_seconds", "Verify calls, network included.", _LATENCY_S)
+        self._logged = self._counter("learning_log_tokens", "Output tokens for the learning log.", "outcome")
         self._wire_bytes = self._counter_tally("wire_bytes", "Serialised messages of both links, both directions.")
 
     def request_waiting(self, change: int) -> None:
@@ -117,8 +118,12 @@ class CoordinatorMetrics:
         if num_output_tokens > 1:
             self._tpot_s.observe((e2el_s - ttft_s) / (num_output_tokens - 1))
 
+    def observe_logged(self, outcome: str, num_tokens: int) -> None:
+        """Output tokens were written to the learning log, dropped or failed (`outcome`). From any thread."""
+        self._logged.labels(self._model_name, outcome).inc(num_tokens)
+
     def observe_failed(self, reason: str) -> None:
-        """A request ended with an error of this reason (api.md), or was cancelled (`CANCELLED`)."""
+        """A request ended with an error of this reason (`SpecdecError.reason`), or was cancelled (`CANCELLED`)."""
         self._failures.labels(self._model_name, reason).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -21,6 +21,17 @@ _FEW = 32
 _LARGEST_ID = np.iinfo(np.uint32).max
 
 
+class ReceivedIds(PackedIds):
+    """Those that came over a link; the coordinator sends a draft's on to the target as they came."""
+
+    __slots__ = ("message",)
+
+    def __init__(self, token_ids: TokenIds, sizes: Sequence[int]) -> None:
+        super().__init__(token_ids, sizes)
+        self.message: common_pb2.Supports | None = None
+        """What they came in, set where they may be sent on."""
+
+
 def encode_supports(support_ids: Sequence[TokenIds]) -> common_pb2.Supports:
     """Packs ascending id lists as sizes and deltas: about 2 bytes an id."""
     sizes = [len(ids) for ids in support_ids]
@@ -32,7 +43,7 @@ def encode_supports(support_ids: Sequence[TokenIds]) -> common_pb2.Supports:
     return common_pb2.Supports(sizes=sizes, id_deltas=deltas.tolist())
 
 
-def decode_supports(messages: Sequence[common_pb2.Supports], num_supports: Sequence[int]) -> list[PackedIds]:
+def decode_supports(messages: Sequence[common_pb2.Supports], num_supports: Sequence[int]) -> list[ReceivedIds]:
     """The inverse of `encode_supports`, for any number of messages in one pass.
 
     Args:
@@ -53,9 +64,9 @@ def decode_supports(messages: Sequence[common_pb2.Supports], num_supports: Seque
         if count != len(message.id_deltas) or 0 in own:
             raise ValueError(f"sizes {own} do not add up to {len(message.id_deltas)} ids, or one of them is 0")
     if not sizes:
-        return [PackedIds(NO_IDS, ()) for _ in messages]
+        return [ReceivedIds(NO_IDS, ()) for _ in messages]
     ids = _ascending(np.concatenate([np.array(message.id_deltas, dtype=np.int64) for message in messages]), sizes)
-    return list(map(PackedIds, split(ids, counts), sizes_of))
+    return list(map(ReceivedIds, split(ids, counts), sizes_of))
 
 
 def _ascending(deltas: NDArray[np.int64], sizes: list[int]) -> TokenIds:

@@ -1,5 +1,8 @@
 """Links: how a coordinator calls one draft or target replica.
 
+A round's call comes from `coordinator/round/session_calls` and goes, as an item of a frame, to the replica, where
+`specdec.rpc.frames` takes it out; its answer comes back the same way.
+
 A link keeps one bidirectional stream open for each model (`link_stream`) and multiplexes any number of calls on it. It
 dials when first used and opens another stream after a break; it does not retry calls, because only the round loop knows
 what a late answer is worth. A stream is one model's (`identity`): a call that is meant for a model is never answered by

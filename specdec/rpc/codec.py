@@ -1,7 +1,8 @@
 """Requests of both links and the replicas' identity: protobuf messages <-> the dataclasses of `specdec.types`.
 
-What arrives is checked against the replica's limits: InvalidRequest names the field. Not here: replies (`replies`),
-streams (`link_stream`, `frames`), statuses (`status`).
+The coordinator's link (`client`) encodes a request here; the replica's `servicer` decodes it here and hands it on. What
+arrives is checked against the replica's limits: InvalidRequest names the field. Not here: replies (`replies`), streams
+(`link_stream`, `frames`), statuses (`status`).
 
 Wire format: protos/specdec/v1/{common,draft,target}.proto. Numbers in `bytes` fields are little-endian.
 """
@@ -15,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from specdec.core.limits import check_token_ids
-from specdec.core.packed import PackedIds
 from specdec.errors import InvalidRequest
-from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, to_bytes, token_ids
+from specdec.rpc.arrays import ReceivedIds, decode_supports, encode_supports, from_bytes, to_bytes, token_ids
 from specdec.rpc.rounds import decode_round, encode_round, require, require_context
 from specdec.types import (
     MAX_SCORED_TOKENS,
@@ -93,8 +93,8 @@ def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.Ve
     encode_round(request.position, message.round)
     if request.support_ids:
         # As the draft's reply brought them, where they came in one.
-        wire = request.support_ids.wire if isinstance(request.support_ids, PackedIds) else None
-        message.supports.CopyFrom(wire or encode_supports(request.support_ids))
+        received = request.support_ids.message if isinstance(request.support_ids, ReceivedIds) else None
+        message.supports.CopyFrom(received or encode_supports(request.support_ids))
     if request.local_draft is not None:
         message.local_draft.pool, message.local_draft.gamma = request.local_draft.pool, request.local_draft.gamma
     return message

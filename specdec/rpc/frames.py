@@ -1,8 +1,9 @@
 """The replica's end of a link: answers the items of bidirectional frame streams.
 
 Every item runs in its own task, so a slow session never holds up another; replies that are ready in the same turn of
-the event loop share a frame. An item that fails becomes an `ItemStatus`, never the end of the stream. Not here: what an
-item means (the servicers). Called by the draft and target servicers.
+the event loop share a frame. An item that fails becomes an `ItemStatus`, never the end of the stream. From here an item
+goes to `specdec.rpc.servicer`, and its reply, in a frame, to the coordinator's link (`specdec.rpc.client`). Not here:
+what an item means (the servicers). Called by the draft and target servicers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Replies of both links: protobuf messages <-> the dataclasses of `specdec.types`.
 
-What arrives is checked against the request it answers (Internal: the replica broke the protocol). The supports and
-weights of all replies of a frame are read as one array; only draft positions (at most max_gamma a session) are looped
-over. Not here: requests (`codec`), streams (`link_stream`, `frames`), statuses (`status`).
+An answer is encoded here on its way from a `servicer` into a frame (`frames`), and decoded here for the coordinator's
+link (`client`). What arrives is checked against the request it answers (Internal: the replica broke the protocol). The
+supports and weights of all replies of a frame are read as one array; only draft positions (at most max_gamma a session)
+are looped over. Not here: requests (`codec`), streams (`link_stream`, `frames`), statuses (`status`).
 
 Wire format: protos/specdec/v1/{draft,target}.proto. Numbers in `bytes` fields are little-endian.
 """
@@ -84,7 +85,7 @@ def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[
         return [() for _ in messages]
     packed = decode_supports([message.supports for message in messages], [len(drawn_here) for drawn_here in drawn])
     for ids, message in zip(packed, messages, strict=True):
-        ids.wire = message.supports
+        ids.message = message.supports
     sizes = [size for ids in packed for size in ids.sizes]
     # Beyond it the integers of the acceptance rule could overflow.
     if max(sizes, default=0) > MAX_SUPPORT:

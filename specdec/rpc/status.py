@@ -78,9 +78,9 @@ def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after_s is not None:
+    if error.retryable:
         delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        delay.FromNanoseconds(int((error.retry_after_s or 0.0) * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     for detail in details:
         packed = any_pb2.Any()

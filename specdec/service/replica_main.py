@@ -74,6 +74,7 @@ class ReplicaKind(Generic[SettingsT]):
     check: Callable[[SettingsT], None] = lambda settings: None
     """Refuses what is its own and cheap to find wrong, before the model is loaded."""
     local_drafts: Callable[[SettingsT], tuple[LocalDraftSpec, ...]] = lambda settings: ()
+    is_shadow: Callable[[SettingsT], bool] = lambda settings: False
     """What the worker is to draft with by itself."""
 
 
@@ -184,6 +185,7 @@ def _load_engine(
         max_gamma=settings.max_gamma,
         max_step_tokens=settings.max_step_tokens,
         prefill_budget_s=prefill_budget_s,
+        shadow=kind.is_shadow(settings),
         kv_tier=tier,
     )
     return kind.build_engine(worker, options, settings, metrics)

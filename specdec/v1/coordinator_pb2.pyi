@@ -342,20 +342,22 @@ class PoolInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaInfo, _Mapping]]] = ..., alpha: _Optional[float] = ..., gamma: _Optional[float] = ..., routes: _Optional[_Iterable[_Union[RouteInfo, _Mapping]]] = ...) -> None: ...
 
 class RouteInfo(_message.Message):
-    __slots__ = ("request_class", "alpha", "goodput", "weight", "share", "is_chosen")
+    __slots__ = ("request_class", "alpha", "goodput", "weight", "share", "is_chosen", "num_tested")
     REQUEST_CLASS_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TESTED_FIELD_NUMBER: _ClassVar[int]
     request_class: str
     alpha: float
     goodput: float
     weight: float
     share: float
     is_chosen: bool
-    def __init__(self, request_class: _Optional[str] = ..., alpha: _Optional[float] = ..., goodput: _Optional[float] = ..., weight: _Optional[float] = ..., share: _Optional[float] = ..., is_chosen: bool = ...) -> None: ...
+    num_tested: float
+    def __init__(self, request_class: _Optional[str] = ..., alpha: _Optional[float] = ..., goodput: _Optional[float] = ..., weight: _Optional[float] = ..., share: _Optional[float] = ..., is_chosen: bool = ..., num_tested: _Optional[float] = ...) -> None: ...
 
 class ReplicaInfo(_message.Message):
     __slots__ = ("replica_id", "address", "draining", "num_sessions", "kv_usage")

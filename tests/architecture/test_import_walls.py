@@ -16,7 +16,7 @@ FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
     "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
     "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.pool_names",
-    "specdec.devices", "specdec.weight_files", "specdec.v1",
+    "specdec.devices", "specdec.weight_files", "specdec.learning_log", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -40,6 +40,8 @@ ALLOWED = {
     "specdec.vocabulary": set(),
     "specdec.preflight": {"specdec.translation"},
     "specdec.token_bytes": set(),
+    "specdec.learning_log": set(),
+    "specdec.learning": set(),
     "specdec.translation": set(),
     "specdec.restarts": set(),
     "specdec.rank_checks": set(),
@@ -51,7 +53,7 @@ ALLOWED = {
     "specdec.service": {"specdec.engine", "specdec.observability", "specdec.rpc", "specdec.state"},
     "specdec.client": {"specdec.rpc"},
     "specdec.cluster": {"specdec.rpc"},
-    "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.rpc", "specdec.state"},
+    "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.learning", "specdec.rpc", "specdec.state"},
     # The engine, ground floor first.
     ENGINE + "base": {ENGINE + "cold_tier"},
     ENGINE + "cold_tier": set(),
@@ -82,10 +84,12 @@ ALLOWED = {
     "coordinator.front": {"coordinator.generation", "coordinator.replicas", "coordinator.requests", "coordinator.text",
                           *LIBRARY},
     "coordinator.generation": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests",
-                               "coordinator.round", "coordinator.routing", "coordinator.text", *LIBRARY},
+                               "coordinator.learning", "coordinator.round", "coordinator.routing", "coordinator.text",
+                               *LIBRARY},
     "coordinator.round": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests", "coordinator.routing",
                           *LIBRARY},
     "coordinator.routing": {"coordinator.replicas", *LIBRARY},
+    "coordinator.learning": {"coordinator.replicas", "coordinator.round"},
     "coordinator.lookup": set(),
     "coordinator.text": {"coordinator.requests"},
     "coordinator.replicas": {"coordinator.requests", *LIBRARY},
@@ -149,6 +153,36 @@ def forbidden_imports(module: str, source: str) -> set[str]:
 def test_a_file_imports_only_what_its_room_may(path: Path) -> None:
     forbidden = forbidden_imports(module_of(path), path.read_text())
     assert not forbidden, f"{path.relative_to(ROOT)} reaches into {sorted(forbidden)}"
+
+
+def documented_floors() -> dict[str, int]:
+    """Of each room of the engine and the coordinator, as docs/adr/0008-rooms.md has them."""
+    rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \|$", (ROOT / "docs/adr/0008-rooms.md").read_text(), re.MULTILINE)
+    return {
+        prefix + room: int(floor)
+        for floor, *columns in rows
+        for prefix, column in zip((ENGINE, "coordinator."), columns, strict=True)
+        for room in re.findall(r"`(\w+)`", column)
+    }
+
+
+def real_floors() -> dict[str, int]:
+    """One above the highest room that a room's files import, of its own half of the house."""
+    reached: dict[str, set[str]] = {}
+    for path in python_files():
+        room = room_of(module_of(path))
+        reached.setdefault(room, set()).update(map(room_of, imported_modules(path.read_text(), "")))
+
+    def floor(room: str) -> int:
+        half = room.rpartition(".")[0]
+        return 1 + max((floor(other) for other in reached[room] & reached.keys()
+                        if other != room and other.rpartition(".")[0] == half), default=0)  # fmt: skip
+
+    return {room: floor(room) for room in reached if room.startswith((ENGINE, "coordinator."))}
+
+
+def test_the_floors_are_those_that_the_record_of_the_cut_has() -> None:
+    assert documented_floors() == real_floors()
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -23,6 +23,8 @@ from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
 
+#: With a port behind them gRPC takes these for no host's name.
+SCHEMES = ("unix", "unix-abstract", "vsock", "ipv4", "ipv6", "dns", "xds", "google-c2p", "XDS")
 #: Made from a good record's JSON object; None leaves it as it is.
 ADDRESSES = {
     "a lone surrogate": "\ud800:50061",
@@ -30,6 +32,7 @@ ADDRESSES = {
     "a long host": "h" * 300 + ":50061",
     "another scheme": "unix:/run/redis.sock",
     "a resolver": "dns:///example.org:50061",
+    **{f"the scheme {name}": f"{name}:1" for name in SCHEMES},
     "no port": "example.org",
     "port 0": "example.org:0",
     "a port too large": "example.org:65536",

@@ -19,7 +19,9 @@ from google.rpc import code_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.errors import Unavailable
 from specdec.rpc import codec, interceptors
+from specdec.rpc.client import open_link
 from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items
 from specdec.rpc.status import from_rpc_error
 from specdec.types import DrawRule, ProposeRequest, VerifyRequest
@@ -148,6 +150,39 @@ async def test_a_small_message_of_too_many_parts_is_refused_and_others_are_serve
         assert rig.target.engine.info().num_sessions == 0
         output = await coordinator.generate(request())
         assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+@pytest.mark.parametrize(
+    "description",
+    [
+        pytest.param(b"\xaa\x01\x00" * 2_000_000, id="names of what it drafts with"),
+        pytest.param(b"\x50\x00" * 2_000_000, id="EOS tokens one by one"),
+        pytest.param(b"\x0a\x00" * 2_000_000, id="its version again and again"),
+    ],
+)
+async def test_an_answer_of_too_many_parts_is_refused_by_the_replicas_name_before_it_is_read(
+    role: str, description: bytes
+) -> None:
+    async def describe(request: bytes, context: Any) -> bytes:
+        return description
+
+    server = grpc.aio.server()
+    handlers: Any = {"GetEngineInfo": grpc.unary_unary_rpc_method_handler(describe)}
+    service = f"specdec.v1.{role.capitalize()}Service"
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = open_link(role, f"127.0.0.1:{port}")
+    try:
+        with pytest.raises(Unavailable) as refusal:
+            await link.info()
+        assert refusal.value.message == (
+            f"127.0.0.1:{port}: the replica answered GetEngineInfo with what is no answer: more than 131072 fields"
+        )
+    finally:
+        await link.close()
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("method", [PROPOSE, VERIFY])

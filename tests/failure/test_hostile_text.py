@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -13,15 +15,17 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.replicas.replica import TARGET
 from coordinator.text.prompt import encode_prompt
 from coordinator.text.text_process import GivenUp
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.rpc.status import from_rpc_error
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.support.coordinator_rig import Rig
+from tests.support.coordinator_rig import Rig, start_service
 from tests.unit.coordinator.test_prompt import NOTHING, ask, chat
 from tests.unit.coordinator.test_tokenizer import save
 
@@ -212,6 +216,59 @@ def test_a_text_is_never_refused_for_characters_that_the_tokenizer_swallows(tmp_
     assert prompt.num_tokens < 100
 
 
+def unbounded(kind: str) -> PreTrainedTokenizerFast:
+    """Tokenizers of which no token has a longest text: a word, or a run of what is unknown, is one of any length."""
+    if kind == "word pieces":
+        backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    else:
+        backend = Tokenizer(models.Unigram([("[UNK]", 0.0), ("a", -1.0)], unk_id=0))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+LONG = 3_900_000
+STRIPPING = AddedToken("<x>", lstrip=True, rstrip=True)
+#: Each a tokenizer that has no longest text of a token, or takes white space away, and a text far beyond its context.
+WITHOUT_A_LONGEST_TOKEN = {
+    "a token that takes space, and words": (lambda: byte_level(added=STRIPPING), "a" * LONG),
+    "a token that takes space, and space that it does not take": (
+        lambda: byte_level(added=STRIPPING), "<x> a" + " " * LONG + "a <x>",
+    ),
+    "a token of normalized text, and space": (
+        lambda: byte_level(added=AddedToken("<x>", lstrip=True, normalized=True), normalizer=normalizers.Lowercase()),
+        " " * LONG + "<X>",
+    ),
+    "word pieces, and one word": (lambda: unbounded("word pieces"), "b" * LONG),
+    "word pieces, and space": (lambda: unbounded("word pieces"), " " * LONG),
+    "unigram, and what is unknown": (lambda: unbounded("unigram"), "b" * LONG),
+    "strip, and space": (lambda: byte_level(normalizer=normalizers.Strip()), "a" + " " * LONG + "a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_LONGEST_TOKEN)
+def test_a_text_far_beyond_the_context_is_refused_unread_by_every_tokenizer(tmp_path: Path, name: str) -> None:
+    """Its last character cannot be encoded at all: whoever had begun would say that."""
+    make, text = WITHOUT_A_LONGEST_TOKEN[name]
+    make().save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"characters, and .* hold .* at most") as refusal:
+        encode_prompt(ask(text=text + "\ud800"), NOTHING, ServedTokenizer(tmp_path), 2048)
+    assert (refusal.value.reason, refusal.value.field) == ("CONTEXT_TOO_LONG", "prompt")
+
+
+@pytest.mark.parametrize("kind", ["word pieces", "unigram"])
+def test_a_text_that_costs_little_is_read_however_little_room_there_is(tmp_path: Path, kind: str) -> None:
+    unbounded(kind).save_pretrained(tmp_path)
+    prompt = encode_prompt(ask(text="b" * 50_000), NOTHING, ServedTokenizer(tmp_path), 2)
+    assert prompt.num_tokens == 1
+
+
+@pytest.mark.parametrize("text", [" " * 500_000 + "<x>", "<x>" + " \n" * 250_000, "a <x>" + " " * 500_000 + "<x> a"])
+def test_space_that_an_added_token_takes_never_counts(tmp_path: Path, text: str) -> None:
+    byte_level(added=STRIPPING).save_pretrained(tmp_path)
+    prompt = encode_prompt(ask(text=text), NOTHING, ServedTokenizer(tmp_path), 100)
+    assert prompt.num_tokens < 100
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"normalizer": normalizers.NFC()}, {"added": AddedToken("<" + "x" * 50 + ">")}]
 )
@@ -232,25 +289,51 @@ def test_text_that_no_tokenizer_takes_is_one_error(tmp_path: Path) -> None:
     assert refusal.value.field == "prompt"
 
 
-async def test_a_call_past_its_deadline_leaves_no_work_behind() -> None:
-    tokenizer = ServedTokenizer(DEMO)
+@asynccontextmanager
+async def served(tokenizer: ServedTokenizer, context: int) -> AsyncIterator[CoordinatorServiceStub]:
+    """A coordinator with that tokenizer, whose only target holds so many tokens."""
     server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
-    async with Rig() as rig:
+    async with Rig(targets=0) as rig:
+        rig.services.append(await start_service(TARGET, salt=0, context=context))
         coordinator = await rig.coordinator()
         servicer = CoordinatorServicer(coordinator.generations, coordinator.pools, tokenizer, Mode.REJECTION)
         servicer.add_to(server.grpc_server)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:
-            stub = CoordinatorServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="x" * 3_900_000), timeout=1.0)
-            assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            async with asyncio.timeout(30):
-                while children_of(os.getpid()):
-                    await stub.GetInfo(coordinator_pb2.GetInfoRequest())  # other calls are answered meanwhile
-            response = await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="once"), timeout=60.0)
-            assert len(response.token_ids) > 0
+            yield CoordinatorServiceStub(channel)
         await server.stop(0)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+async def test_tokenize_refuses_a_text_far_beyond_the_context_unread(tmp_path: Path, kind: str) -> None:
+    """And takes one that is somewhat beyond it: to count tokens is what it is for."""
+    byte_level().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+
+    def asked(text: str) -> coordinator_pb2.TokenizeRequest:
+        if kind == "text":
+            return coordinator_pb2.TokenizeRequest(text=text)
+        turn = coordinator_pb2.ChatMessage(role="user", content=text)
+        return coordinator_pb2.TokenizeRequest(messages=coordinator_pb2.ChatMessages(messages=[turn]))
+
+    async with served(ServedTokenizer(tmp_path), 512) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Tokenize(asked("b" * 3_900_000), timeout=60.0)
+        assert from_rpc_error(refusal.value).reason == "CONTEXT_TOO_LONG"
+        assert from_rpc_error(refusal.value).field == kind
+        assert len((await stub.Tokenize(asked("b" * 1000), timeout=60.0)).token_ids) == 1000
+
+
+async def test_a_call_past_its_deadline_leaves_no_work_behind() -> None:
+    async with served(ServedTokenizer(DEMO), 1 << 20) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="x" * 3_900_000), timeout=1.0)
+        assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(30):
+            while children_of(os.getpid()):
+                await stub.GetInfo(coordinator_pb2.GetInfoRequest())  # other calls are answered meanwhile
+        response = await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="once"), timeout=60.0)
+        assert len(response.token_ids) > 0
 
 
 def children_of(pid: int) -> set[str]:

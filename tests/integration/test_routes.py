@@ -16,11 +16,11 @@ from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, Serv
 LEFT = (5, 6, 7, 8)
 
 
-async def add_drafts(rig: Rig, **good_after: int | None) -> dict[str, Service]:
+async def add_drafts(rig: Rig, *, shadow: bool = False, **good_after: int | None) -> dict[str, Service]:
     """Draft pools, each of which knows the target's mind about sessions that begin with its token; None: about none."""
     drafts = {}
     for pool, token_id in good_after.items():
-        service = await start_service("draft", salt=1, pool=pool)
+        service = await start_service("draft", salt=1, pool=pool, shadow=shadow)
         knowing, guessing = rig.target.worker.logits_after, service.worker.logits_after
 
         def logits_after(
@@ -211,3 +211,39 @@ async def test_a_coordinator_that_does_not_route_promotes_nothing() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await coordinator.stub.Promote(pb.PromoteRequest(draft_pool="a", share=1.0))
         assert from_rpc_error(caught.value).code == "UNIMPLEMENTED"
+
+
+async def test_a_shadow_is_scored_and_gets_no_request_however_good_its_scores_are() -> None:
+    async with Rig(drafts=0) as rig:
+        await add_drafts(rig, shadow=True, a_new=LEFT[0])
+        await add_drafts(rig, b_old=None)
+        coordinator = await rig.coordinator(routes=True)
+        for _ in range(12):
+            assert (await ask(coordinator, task="x", gamma=3))[1] <= {"b_old"}
+        routes = await routes_of(coordinator)
+        (new,), (old,) = routes["a_new"].values(), routes["b_old"].values()
+        assert new.alpha == pytest.approx(1.0)
+        assert old.alpha < 0.9
+        assert (new.is_chosen, old.is_chosen) == (False, True)
+        assert new.num_tested > 100
+        assert (await ask(coordinator, draft_pool="a_new", gamma=3))[1] == {"a_new"}
+
+
+async def test_without_routing_a_shadow_is_not_the_first_pool_by_name() -> None:
+    async with Rig(drafts=0) as rig:
+        shadows = await add_drafts(rig, shadow=True, a_new=LEFT[0])
+        await add_drafts(rig, b_old=None)
+        coordinator = await rig.coordinator()
+        assert (await ask(coordinator, gamma=3))[1] <= {"b_old"}
+        assert not shadows["a_new"].worker.steps
+
+
+async def test_a_promoted_shadow_gets_its_share_of_the_sessions() -> None:
+    async with Rig(drafts=0) as rig:
+        await add_drafts(rig, shadow=True, a_new=LEFT[0])
+        await add_drafts(rig, b_old=LEFT[0])
+        coordinator = await rig.coordinator(routes=True)
+        await coordinator.stub.Promote(pb.PromoteRequest(draft_pool="a_new", share=1.0))
+        assert coordinator.canary is not None
+        session = next(name for name in map(str, range(2000)) if coordinator.canary.pool_of(name))
+        assert (await ask(coordinator, session_id=session, gamma=3))[1] == {"a_new"}

@@ -26,7 +26,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_streams_of_law_and_greedy_rounds_run_to_their_ends_and_accept_as_dialled(tokenizer_dir: Path) -> None:
+def test_streams_of_law_and_greedy_rounds_run_to_their_ends_and_accept_as_configured(tokenizer_dir: Path) -> None:
     with (
         ProcessSystem(tokenizer_dir, simulated_replicas("simulated:8b-0.6b,alpha=0.9", num_drafts=2)) as system,
         StreamProcess(system.endpoint) as client,

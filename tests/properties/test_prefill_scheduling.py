@@ -54,7 +54,7 @@ class Replica:
         running = [*([] if is_quiet else self.verifications), *self.prompts]
         plan = [
             (running[chunk.job_index], chunk.num_tokens)
-            for chunk in self.scheduler.plan_chunks(running, num_absent=int(is_quiet))
+            for chunk in self.scheduler.plan_chunks(running, num_awaited=int(is_quiet))
         ]
         prefill = [(job, num_tokens) for job, num_tokens in plan if not is_short(job)]
         others = [(job, num_tokens) for job, num_tokens in plan if is_short(job)]

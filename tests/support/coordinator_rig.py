@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
@@ -101,11 +102,12 @@ async def start_service(
     predraft: Predraft = Predraft.OFF,
     local_drafts: Mapping[str, int] = MappingProxyType({}),
     local_gammas: tuple[int, ...] = (),
+    shadow: bool = False,
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt,
                          vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas)  # fmt: skip
-    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma)
+    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow)
     engine = Proposer(worker, options, DraftOptions(predraft=predraft)) if role == DRAFT else Verifier(worker, options)
     metrics = EngineMetrics("table", role=role)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
@@ -255,6 +257,7 @@ class Rig:
         lookup: Sequence[str] = (),
         routes: bool = False,
         num_alive: int | None = None,
+        learning_log: LearningLog | None = None,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -265,6 +268,7 @@ class Rig:
             lookup: pools of drafts that it finds in text.
             routes: it routes requests among draft models.
             num_alive: services that it is to accept; None: all.
+            learning_log: where it logs what the target says; closed with it.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -296,6 +300,7 @@ class Rig:
             history=history,
             scores=scores,
             canary=canary,
+            learning_log=learning_log,
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES

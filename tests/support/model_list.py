@@ -26,7 +26,8 @@ _HEAD = """# Models
 What becomes of each decoder-only architecture of transformers: its paged logits equal the model's own eager forward and
 its greedy text equals `generate()`, or it is refused at load with one `UNSUPPORTED` line. {version_line}each row was
 found by running a tiny random model; `make model-list` writes this page. Every replica makes the comparison for its own
-checkpoint before it serves (`--self-check`, on by default), so a newer type is right or refused too.
+checkpoint before it serves (`--self-check`, on by default), so a newer type is right or refused too. It compares past
+the smallest window of up to 1024 tokens; a longer one is read from the model's mask and believed.
 
 | Architecture | Here | Why |
 |---|---|---|

@@ -18,6 +18,7 @@ import torch
 
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.learning.log import LearningLog
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.text.tokenizer import ServedTokenizer
@@ -53,6 +54,7 @@ class ModelStack:
         patience: int = 0,
         proposer_type: type[Proposer] = Proposer,
         verifier_type: type[Verifier] = Verifier,
+        learning_log: LearningLog | None = None,
     ) -> None:
         """
         Args:
@@ -66,7 +68,9 @@ class ModelStack:
                 hits does not depend on the machine.
             proposer_type: what negative controls replace, as is
             verifier_type.
+            learning_log: where the coordinator logs what the target says; closed with it.
         """
+        self._learning_log = learning_log
         self._tokenizer = ServedTokenizer(str(tokenizer))
         self._target_worker = target
         self._draft_workers = drafts
@@ -140,6 +144,7 @@ class ModelStack:
             pools=pools,
             tokenizer=self._tokenizer,
             metrics=CoordinatorMetrics("target"),
+            learning_log=self._learning_log,
         )
         server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
         CoordinatorServicer(generations, pools, self._tokenizer, Mode.REJECTION).add_to(server.grpc_server)

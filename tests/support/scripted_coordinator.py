@@ -52,6 +52,7 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
     scripts: list[Script]
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
+    promoted: list[str] = field(default_factory=list)
     served: pb.GetInfoResponse = field(default_factory=pb.GetInfoResponse)
     """What GetInfo answers."""
     tokenize_error: SpecdecError | None = None
@@ -76,6 +77,10 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
 
     def GetInfo(self, request: pb.GetInfoRequest, context: grpc.ServicerContext) -> pb.GetInfoResponse:  # noqa: N802
         return self.served
+
+    def Promote(self, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteResponse:  # noqa: N802
+        self.promoted.append(request.draft_pool)
+        return pb.PromoteResponse()
 
     def DeleteSession(  # noqa: N802
         self, request: pb.DeleteSessionRequest, context: grpc.ServicerContext

@@ -77,6 +77,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": _MAMBA,
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
+    # Published ones have layers of both kinds; the defaults, cut short, need not.
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 32},
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},

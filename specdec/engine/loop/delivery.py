@@ -1,8 +1,8 @@
 """Answers on their way from the device thread back to the event loops that await them.
 
-From here a round's answer goes on in the proposer or the verifier that awaits it, and from there through the servicer
-onto the wire. Not here: what is answered (`device_loop`). A `Waiter` is made on its event loop; an `Outbox` belongs to
-the device thread.
+From here a round's answer goes on in the `proposer` or the `verifier` that awaits it, and from there through the
+`servicer` onto the wire. Not here: what is answered (`device_loop`). A `Waiter` is made on its event loop; an `Outbox`
+belongs to the device thread.
 """
 
 from __future__ import annotations

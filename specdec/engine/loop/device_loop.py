@@ -47,7 +47,7 @@ from specdec.engine.loop.offers import Offers
 from specdec.engine.loop.restores import Restores
 from specdec.engine.loop.steps import StepRunner
 from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
-from specdec.engine.schedule.absences import Absences
+from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Scheduler
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.calls import Call, Calls
@@ -107,7 +107,7 @@ class EngineLoop:
         self._outbox = Outbox()
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
-        self._absences = Absences()
+        self._awaited = AwaitedSessions()
         self._background = Background(self._calls)
         self._inbox = Inbox()
         self._publish = self._sessions.publish
@@ -280,7 +280,7 @@ class EngineLoop:
                 if self._restores is not None:
                     self._restores.turn([job for job in begun if not job.call.yields])
                 if self._calls.running:
-                    for job in self._steps.run(self._absences):
+                    for job in self._steps.run(self._awaited):
                         if job.answer is not None:
                             self._finish(job)
                 elif self._outbox.is_empty:  # answers leave first
@@ -326,7 +326,7 @@ class EngineLoop:
         sequence: Sequence | None = None
         try:
             if call.yields:
-                self._background.require_idle(call, self._absences.count(arrival_s))
+                self._background.require_idle(call, self._awaited.count(arrival_s))
             sequence = self._calls.admit(call, waiter)
             if sequence is not None:
                 self._begin(call, waiter, arrival_s, sequence)
@@ -352,7 +352,7 @@ class EngineLoop:
             self._sessions.adopt_fork(sequence, call.position, branch.job.sequence)
         job = Job(call, sequence, arrival_step=self._scheduler.num_steps, arrival_s=arrival_s, clock=self._clock)
         self._calls.enter(job, waiter)
-        self._absences.note_back(sequence.session_id)
+        self._awaited.note_back(sequence.session_id)
         if branch is not None:
             self._resume(job, branch)
 
@@ -370,11 +370,11 @@ class EngineLoop:
         self._calls.finish(job, job.answer)
         if job.call.yields:
             return
-        self._absences.note_answered(job.sequence.session_id, self._clock())
+        self._awaited.note_answered(job.sequence.session_id, self._clock())
         self._ahead.note_answered(job)
 
     def _release(self, session_ids: tuple[str, ...], waiter: Waiter) -> None:
         for session_id in session_ids:
             self._calls.release(session_id)
-            self._absences.note_back(session_id)
+            self._awaited.note_back(session_id)
         self._outbox.put(waiter, None)

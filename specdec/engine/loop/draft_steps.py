@@ -7,7 +7,8 @@
 
 They come before full steps, so that whoever drafts is verified in one full step together, but only so many in a row
 while others wait. A draft step writes nothing that its session's sequence counts as KV: a call that ends early, or
-fails, leaves its session as it was. Whatever goes wrong costs the draft and never the call.
+fails, leaves its session as it was. Whatever goes wrong costs the draft and never the call. With its draft a call goes
+on to a full step (`steps`).
 
 Not here: what is drawn (`specdec.engine.drafting`, through the service's program), full steps (`steps`, which alone
 calls this, on the device thread).

@@ -44,6 +44,8 @@ class ReplicaOptions:
     """Token budget of one step."""
     prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S
     """By how much, in seconds, prefill may lengthen a step that calls are in or may have to wait for."""
+    shadow: bool = False
+    """Whether requests get it by name or promotion alone; only reported."""
     kv_tier: ColdTier | None = None
     """Where KV blocks are kept beyond this replica; None: nowhere."""
 
@@ -109,6 +111,7 @@ class ReplicaEngine:
             dtype=self._shape.dtype,
             device=self._shape.device,
             local_drafts=self._shape.local_drafts,
+            shadow=self._options.shadow,
             local_gammas=self._shape.local_gammas,
             num_steps=load.num_steps,
             step_limit_s=load.step_limit_s,

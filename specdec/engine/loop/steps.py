@@ -22,7 +22,7 @@ from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.draft_steps import DraftSteps
 from specdec.engine.loop.job import Job, Program, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog
-from specdec.engine.schedule.absences import Absences
+from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler, StepChunk
 from specdec.engine.sessions.calls import Calls
 from specdec.engine.sessions.sequence import Sequence
@@ -66,13 +66,13 @@ class StepRunner:
             clock=clock,
         )
 
-    def run(self, absences: Absences) -> list[Job]:
+    def run(self, awaited: AwaitedSessions) -> list[Job]:
         """Runs one step of the running calls; returns those that took part, with or without an answer now.
 
         Where some of them draft it is a draft step, which nobody is answered after.
 
         Args:
-            absences: sessions that may call while the step runs.
+            awaited: sessions that may call while the step runs.
 
         Raises:
             DeviceLost: the step failed, and the device for good.
@@ -83,8 +83,8 @@ class StepRunner:
         began_s = self._clock()
         running = [job for job in self._calls.running if not job.local_draft]
         # Whoever comes while a yielding call runs must find a short step: it counts as somebody who is expected.
-        num_absent = absences.count(began_s) + any(job.call.yields for job in running[:1])
-        chunks = self._scheduler.plan_chunks(running, num_absent=num_absent)
+        num_awaited = awaited.count(began_s) + any(job.call.yields for job in running[:1])
+        chunks = self._scheduler.plan_chunks(running, num_awaited=num_awaited)
         jobs = [running[chunk.job_index] for chunk in chunks]
         try:
             self._run_chunks(jobs, chunks, began_s)

@@ -2,7 +2,9 @@
 
 Registered with transformers under `ATTENTION_NAME`; a model whose configuration carries that name calls
 `paged_attention_forward` in every layer, within `attending` to the step's `PagedContext`: some models hand no keyword
-argument down to their layers. Called by transformers' modules and by `engine.model.llama_stack`.
+argument down to their layers. Keys and values go from here into `kv_cache`, and out of it again; what a layer attended
+to goes on through the model, whose logits `model_runner` takes. Called by transformers' modules and by
+`engine.model.llama_stack`.
 """
 
 from __future__ import annotations

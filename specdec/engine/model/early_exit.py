@@ -2,8 +2,8 @@
 
 A draft step runs layers 0 to K - 1 over the same paged KV as a full step, writes theirs of the tokens it runs, and the
 full step that verifies them writes the same numbers again. Nothing is kept beside. An adapter, if there is one, maps
-what the norm gives before the head reads it. Not here: which steps run (`engine.loop`), native kernels
-(`engine.native.runner`). Called by `engine.loader`.
+what the norm gives before the head reads it. The logits go, like a full step's, to `specdec.engine.loop.draft_steps`.
+Not here: which steps run (`engine.loop`), native kernels (`engine.native.runner`). Called by `engine.loader`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The paged KV cache: one pool of blocks per layer, and how a step's keys and values enter and leave it.
 
-Not an allocator: which sequence owns which block is decided above (`engine.sessions.block_manager`); here block ids are
-only addresses. Called by `engine.model.attention` and built by `engine.loader`.
+What a layer reads here goes back to `attention`. Not an allocator: which sequence owns which block is decided above
+(`engine.sessions.block_manager`); here block ids are only addresses. Called by `engine.model.attention` and built by
+`engine.loader`.
 """
 
 from __future__ import annotations

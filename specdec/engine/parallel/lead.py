@@ -1,9 +1,9 @@
 """The worker of a group's first rank: what it is asked to run, all ranks run.
 
 To those above it is a worker like any other. Every rank runs the same forward pass on its part of the model; the logits
-come together here, and here alone tokens are drawn, so ranks cannot disagree. A step that fails on any rank leaves the
-others in the middle of it: the group is lost, never a single step. Not here: what the other ranks do
-(`engine.parallel.follow`), and which process is which rank (`specdec.service.rank`).
+come together here and go back to `specdec.engine.loop.steps`; here alone tokens are drawn, so ranks cannot disagree. A
+step that fails on any rank leaves the others in the middle of it: the group is lost, never a single step. Not here:
+what the other ranks do (`engine.parallel.follow`), and which process is which rank (`specdec.service.rank`).
 """
 
 from __future__ import annotations

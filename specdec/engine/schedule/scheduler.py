@@ -77,17 +77,17 @@ class Scheduler:
         self._is_oldest_first = False
         self.num_steps = 0
 
-    def plan_chunks(self, jobs: Iterable[Schedulable], *, num_absent: int = 0) -> list[StepChunk]:
+    def plan_chunks(self, jobs: Iterable[Schedulable], *, num_awaited: int = 0) -> list[StepChunk]:
         """Chooses the chunks of the next step; empty only when there is no job.
 
         A step exceeds the token budget only when one job's logit-bearing tail alone does. Prefill lengthens it by no
         more than the prefill budget, as predicted from the steps observed, or is one block of tokens, the least there
-        is; but while prompts are all there is and `num_absent` is 0, nobody can be delayed and only the token budget
+        is; but while prompts are all there is and `num_awaited` is 0, nobody can be delayed and only the token budget
         counts.
 
         Args:
             jobs: those that can run, in order of arrival.
-            num_absent: sessions that may call while the step runs.
+            num_awaited: sessions that may call while the step runs.
         """
         indexed = list(enumerate(jobs))
         short = [(index, job) for index, job in indexed if is_short(job)]
@@ -104,7 +104,7 @@ class Scheduler:
             num_context_tokens += job.kv_len
         self._planned = StepLoad(sum(chunk.num_tokens for chunk in chunks), num_context_tokens)
         if long:
-            budget_s = self._prefill_budget_s if chunks or num_absent else float("inf")
+            budget_s = self._prefill_budget_s if chunks or num_awaited else float("inf")
             shares = self._share_prefill([job for _, job in long], budget + prefill_share, budget_s)
             chunks += [_prefill_chunk(*entry, share) for entry, share in zip(long, shares, strict=True) if share]
         self.num_steps += 1

@@ -1,5 +1,7 @@
 """Which KV block belongs to whom: allocation, sharing, reference counts and the prefix cache.
 
+With its blocks a session goes back to `table`, and its tokens to `specdec.engine.schedule.scheduler`.
+
 A block is in exactly one of three states:
 
     free      nobody holds it and nothing in it is worth keeping

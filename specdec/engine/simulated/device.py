@@ -4,6 +4,9 @@ Everything happens on one thread that runs events at absolute times, each event 
 it ran: what the machine is late by never adds up, and the only lateness a caller can see is that of its own answer.
 asyncio's own timers are not used because they are a millisecond coarse.
 
+A call comes from its replica's gate (`specdec.engine.sessions.calls`) and goes, answered, back through it to the
+`servicer`.
+
 Not here: what the steps compute (`text`), sessions and calls (`replica`, which alone calls this).
 """
 
@@ -19,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdec.engine.base import StepObserver
-from specdec.engine.schedule.absences import Absences
+from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler
 
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
@@ -146,7 +149,7 @@ class SimulatedDevice:
     _waiting: list[Work] = field(default_factory=list)
     _running: list[Work] = field(default_factory=list)
     _branches: dict[str, Branches] = field(default_factory=dict)
-    _absences: Absences = field(default_factory=Absences)
+    _awaited: AwaitedSessions = field(default_factory=AwaitedSessions)
     _is_busy: bool = False
 
     def submit(self, work: Work, arrival_s: float) -> None:
@@ -161,14 +164,14 @@ class SimulatedDevice:
 
     def _arrive(self, work: Work, now_s: float) -> None:
         work.last_step = self.scheduler.num_steps
-        self._absences.note_back(work.session_id)
+        self._awaited.note_back(work.session_id)
         self._waiting.append(work)
         if not self._is_busy:
             self._begin_step(now_s)
 
     def _forget(self, session_id: str) -> None:
         self._branches.pop(session_id, None)
-        self._absences.note_back(session_id)
+        self._awaited.note_back(session_id)
 
     def _begin_step(self, now_s: float) -> None:
         waiting, self._waiting = self._waiting, []
@@ -186,10 +189,10 @@ class SimulatedDevice:
             self._begin_branch_step(now_s)
 
     def _begin_call_step(self, now_s: float) -> None:
-        num_absent = self._absences.count(now_s)
+        num_awaited = self._awaited.count(now_s)
         plan = [
             (self._running[chunk.job_index], chunk.num_tokens)
-            for chunk in self.scheduler.plan_chunks(self._running, num_absent=num_absent)
+            for chunk in self.scheduler.plan_chunks(self._running, num_awaited=num_awaited)
         ]
         num_tokens = sum(num_tokens for _, num_tokens in plan)
         step_s = self.forward.step_s(num_tokens, sum(work.context_tokens for work, _ in plan))
@@ -238,7 +241,7 @@ class SimulatedDevice:
         if work.num_done < work.num_steps:
             return
         self._running.remove(work)
-        self._absences.note_answered(work.session_id, now_s)
+        self._awaited.note_answered(work.session_id, now_s)
         if work.branches is not None:
             self._branches[work.session_id] = work.branches
             if len(self._branches) > MAX_BRANCHED_SESSIONS:

@@ -1,4 +1,4 @@
-"""A random pair dialled in bfloat16: the written checkpoints do what was asked, and the draft is part of the target."""
+"""A random pair in bfloat16: the written checkpoints accept as was asked, and the draft is part of the target."""
 
 from __future__ import annotations
 

@@ -27,8 +27,12 @@ class StillFleet(Fleet):
     """Follows no request by itself: the test ends each."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, int]] = []
+        self.asked: list[dict[str, int] | tuple[str, str]] = []
         self.scaling = Scaling()
+
+    def join(self, pool: str, model: str) -> Scaling:
+        self.asked.append((pool, model))
+        return self.scaling
 
     def scale(self, wanted: Any) -> Scaling:
         self.asked.append(wanted)
@@ -65,6 +69,12 @@ def test_what_was_reached_is_told_by_port(fleet: StillFleet) -> None:
         list(control.ask(PORT + 1, {"draft": 3}))
 
 
+def test_a_further_draft_model_is_named_by_its_pool(fleet: StillFleet) -> None:
+    fleet.scaling.end({"target": 1, "draft": 1, "draft-new": 1})
+    assert list(control.ask(PORT, {"join": {"pool": "new", "model": "/m"}}))[-1].keys() == {"counts"}
+    assert fleet.asked == [("new", "/m")]
+
+
 def test_what_is_waited_for_is_told_until_it_ends(fleet: StillFleet) -> None:
     fleet.scaling.stage = "target-1: loading"
     answers = control.ask(PORT, {"target": 2})
@@ -76,7 +86,9 @@ def test_what_is_waited_for_is_told_until_it_ends(fleet: StillFleet) -> None:
 @pytest.mark.parametrize(
     "request_line",
     [b"\n", b"nonsense\n", b"[]\n", b"{}\n", b'{"target": "2"}\n', b'{"target": true}\n', b'{"target": 1.5}\n',
-     b"[" * 4096, b'{"target": 2', b"\xff\xfe\n"],
+     b"[" * 4096, b'{"target": 2', b"\xff\xfe\n", b'{"join": 1}\n', b'{"join": {"pool": "a"}}\n',
+     b'{"join": {"pool": "a", "model": ""}}\n', b'{"join": {"pool": "a\\n", "model": "b"}}\n',
+     b'{"join": {"pool": "a", "model": "b"}, "draft": 2}\n'],
 )  # fmt: skip
 def test_what_is_no_request_is_refused_and_the_next_one_is_heard(fleet: StillFleet, request_line: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as connection:

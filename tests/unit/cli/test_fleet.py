@@ -54,6 +54,12 @@ class Launcher:
         self.num_alike[name] = num_alike
         return Child(name, "some_service", [], self._environ)
 
+    def join(self, name: str, model: str) -> str:
+        if name == "taken":
+            raise InvalidRequest("taken")
+        self.roles = (*self.roles, f"draft-{name}")
+        return f"draft-{name}"
+
     def require_room(self, added: Mapping[str, int]) -> None:
         if sum(added.values()) > self.room:
             raise ResourceExhausted("no room")
@@ -117,6 +123,16 @@ def test_replicas_that_are_added_have_names_of_their_own_and_are_waited_for(
     assert sorted(names(fleet)) == ["coordinator", "draft-0", "draft-1", "target-0", "target-1", "target-2"]
     assert all(service.is_serving for service in fleet.services)
     assert launcher.num_alike == {"target-0": 1, "draft-0": 1, "target-1": 3, "target-2": 3, "draft-1": 2}
+
+
+def test_a_further_draft_model_gets_one_replica_and_a_refused_one_nothing(fleet: Fleet, clock: Clock) -> None:
+    joining = fleet.join("new", "/m")
+    look_until(fleet, joining.ended.is_set)
+    assert (joining.failure, joining.counts) == ("", {"target": 1, "draft": 1, "draft-new": 1})
+    assert sorted(names(fleet)) == ["coordinator", "draft-0", "draft-new-0", "target-0"]
+    with pytest.raises(InvalidRequest):
+        fleet.join("taken", "/m")
+    assert reach(fleet, clock, target=2).counts == {"target": 2, "draft": 1, "draft-new": 1}
 
 
 def test_the_oldest_leave_and_a_later_one_may_have_their_name(fleet: Fleet, clock: Clock) -> None:

@@ -122,10 +122,10 @@ def test_a_tail_longer_than_the_budget_runs_alone_and_whole():
 
 
 def test_prompts_alone_fill_the_step_as_long_as_nobody_may_call():
-    for num_absent, num_tokens in ((0, 64), (1, 16)):
+    for num_awaited, num_tokens in ((0, 64), (1, 16)):
         job = _Job(1000)
-        Scheduler(64).plan_chunks([job], num_absent=num_absent)
-        (chunk,) = Scheduler(64).plan_chunks([job], num_absent=num_absent)
+        Scheduler(64).plan_chunks([job], num_awaited=num_awaited)
+        (chunk,) = Scheduler(64).plan_chunks([job], num_awaited=num_awaited)
         assert chunk.num_tokens == num_tokens
 
 

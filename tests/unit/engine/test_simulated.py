@@ -1,4 +1,4 @@
-"""Simulated engines: steps in virtual time, dialled laws, and the same position protocol as the real ones."""
+"""Simulated engines: steps in virtual time, chosen distributions, and the same position protocol as the real ones."""
 
 import heapq
 import itertools

@@ -4,41 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from specdec.observability.logging import bind, bound_ids, configure_logging
+from specdec.observability.logging import ID_NAMES, bind, configure_logging
+from tests.support.log_stream import lines, stream
+
+__all__ = ["stream"]
 
 log = logging.getLogger("specdec.test")
-
-
-@pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield io.StringIO()
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-def lines(stream: io.StringIO) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
 def test_a_json_record_is_one_line_with_ids_and_extra_fields(stream: io.StringIO) -> None:
     configure_logging("json", "info", service="draft", stream=stream)
     with bind(request_id="r", session_id="s"), bind(epoch=3, session_id="t"):
         log.info("two\nlines %d", 5, extra={"address": "a:1"})
-    (record,) = lines(stream)
+    log.info("afterwards")
+    record, later = lines(stream)
     assert record["message"] == "two\nlines 5"
     assert (record["service"], record["level"], record["logger"]) == ("draft", "info", "specdec.test")
     assert (record["request_id"], record["session_id"], record["epoch"]) == ("r", "t", 3)
     assert record["address"] == "a:1"
-    assert bound_ids() == {}
+    assert not later.keys() & set(ID_NAMES)
 
 
 def test_a_traceback_is_part_of_the_record(stream: io.StringIO) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,11 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specdec import errors
-from specdec.observability.logging import bound_ids
+from specdec.observability.logging import ID_NAMES, configure_logging
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer, require_free
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
+from tests.support.log_stream import lines, stream
+
+__all__ = ["stream"]
 
 Behaviour = Callable[[], Awaitable[None]]
 
@@ -28,11 +33,9 @@ class ScriptedService(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def __init__(self, behave: Behaviour) -> None:
         self._behave = behave
-        self.seen_ids: dict[str, Any] = {}
         self.ended = asyncio.Event()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:  # noqa: N802
-        self.seen_ids = dict(bound_ids())
         await self._behave()
         return pb.GetInfoResponse(version="1")
 
@@ -105,10 +108,15 @@ async def test_an_unknown_error_is_internal_with_a_request_id_and_the_log_has_th
     assert record.exc_info[0] is ZeroDivisionError
 
 
-async def test_the_callers_request_id_is_bound_for_the_logs() -> None:
-    async with serving(nothing) as (_, service, stub):
+async def test_the_callers_request_id_is_in_what_its_call_logs(stream: io.StringIO) -> None:
+    async def say() -> None:
+        logging.getLogger("specdec.test").info("asked")
+
+    configure_logging("json", "info", service="coordinator", stream=stream)
+    async with serving(say) as (_, _, stub):
         await stub.GetInfo(pb.GetInfoRequest(), metadata=(("x-request-id", "r-18"),))
-        assert service.seen_ids == {"request_id": "r-18"}
+    (record,) = (record for record in lines(stream) if record["message"] == "asked")
+    assert {name: record[name] for name in ID_NAMES if name in record} == {"request_id": "r-18"}
 
 
 async def test_a_caller_who_hangs_up_ends_the_handler_at_once() -> None:

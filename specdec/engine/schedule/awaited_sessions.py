@@ -1,5 +1,4 @@
-"""Absences: sessions between an answer and their next call. Such a session may call again while a step runs, and then
-waits for the step's end.
+"""Sessions that were answered and will call again: while a step runs, perhaps, and then they wait for its end.
 
 Not here: a clock (the caller's), what is done about it (`scheduler`). Called by the engine loop and by the simulated
 device, each on one thread.
@@ -8,10 +7,10 @@ device, each on one thread.
 from __future__ import annotations
 
 #: A session that has not come back after this long is not waited for: its text is complete, or its user is reading.
-MAX_ABSENCE_S = 1.0
+MAX_AWAITED_S = 1.0
 
 
-class Absences:
+class AwaitedSessions:
     """Remembers when each session was answered last."""
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class Absences:
         """Sessions that are expected back."""
         while self._answered_s:
             session_id, answered_s = next(iter(self._answered_s.items()))
-            if answered_s + MAX_ABSENCE_S > now_s:
+            if answered_s + MAX_AWAITED_S > now_s:
                 break
             del self._answered_s[session_id]
         return len(self._answered_s)

@@ -1,0 +1,89 @@
+"""A draft's checkpoint: the one that is trained on, and the new version that becomes of it.
+
+A new version appears whole or not at all, beside the old one, with a file that says where it comes from. Not here: the
+training. Called by `specdec distill`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from specdec.checkpoint import locate_checkpoint
+from specdec.errors import InvalidRequest, Unsupported
+
+#: Beside the new version's weights.
+PROVENANCE = "distilled.json"
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "config.json", "generation_config.json")
+
+
+def load_draft(model: str) -> PreTrainedModel:
+    """A draft in float32, on the CPU.
+
+    Raises:
+        InvalidRequest: it is no checkpoint.
+        Unsupported: Transformers cannot load it as a causal language model.
+    """
+    transformers_logging.disable_progress_bar()
+    directory = locate_checkpoint(model)
+    try:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True
+        )
+    # Whatever a damaged checkpoint makes Transformers raise means the same to the caller.
+    except Exception as error:
+        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise Unsupported(f"--draft: {model} cannot be trained: {first}") from error
+    return loaded
+
+
+def require_new(out: Path) -> None:
+    """Raises InvalidRequest where there is something already, or nothing can be."""
+    if out.exists():
+        raise InvalidRequest(f"--out: {out} is there already: a version is never overwritten", field="out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise InvalidRequest(f"--out: {out.parent} cannot be written: {error.strerror}", field="out") from error
+
+
+def write_version(model: PreTrainedModel, parent: str, out: Path, provenance: Mapping[str, Any]) -> None:
+    """Writes a checkpoint in its parent's dtype, with the parent's tokenizer.
+
+    Raises:
+        InvalidRequest: it cannot be written; nothing is left of it.
+    """
+    source = locate_checkpoint(parent)
+    made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        torch.nn.Module.to(model, _dtype_of(source))
+        model.save_pretrained(made)
+        for path in source.iterdir():
+            if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS) and path.name != PROVENANCE:
+                shutil.copy(path, made)
+        (made / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
+        made.chmod(0o755)
+        made.rename(out)
+    except OSError as error:
+        raise InvalidRequest(f"--out: {out} cannot be written: {error.strerror}", field="out") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(made)
+
+
+def _dtype_of(directory: Path) -> torch.dtype:
+    """That its weights are stored in."""
+    config = json.loads((directory / "config.json").read_text())
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    return stored if isinstance(stored, torch.dtype) else torch.float32

@@ -1,0 +1,203 @@
+"""The learning log's files: what the target said of users' text, for drafts to be trained on.
+
+A segment is one safetensors file: the tokens of some turns, one after the other, and of each output token the target's
+distribution as its round learned it: the likeliest entries, as shares of 2^31; what is missing to 2^31 is the rest. No
+segment is a pickle, and none is believed before all of it is checked: whoever can write here could train a draft.
+
+Not here: who writes them and how long they are kept (`coordinator.learning`), what is made of them
+(`specdec.learning`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import save
+
+from specdec.errors import InvalidRequest
+from specdec.tenant import check_tenant
+from specdec.types import WEIGHT_TOTAL, TokenIds
+
+SUFFIX = ".safetensors"
+
+#: Entries of a distribution that are kept: what lies beyond the likeliest ones is the rest.
+MAX_ENTRIES = 64
+
+#: A segment is no longer than this, whoever wrote it.
+MAX_SEGMENT_BYTES = 64 << 20
+
+_FORMAT = "specdec-learning-log"
+_VERSION = "1"
+_DTYPES = {
+    "token_ids": "uint32", "num_tokens": "uint32", "starts": "uint32", "sessions": "uint64", "temperatures": "float32",
+    "num_entries": "uint8", "entry_ids": "uint32", "entry_weights": "uint32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LogFacts:
+    """Whose words a segment holds."""
+
+    target_fingerprint: str
+    """Of the model that said them."""
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTurn:
+    """A part of a session, of whose end the target's distributions are known."""
+
+    session: int
+    """A hash of the session's id: turns of one session have the same."""
+    temperature: float
+    """That the distributions were made with; 0: greedy."""
+    token_ids: TokenIds
+    """uint32 [N], what came before included."""
+    start: int
+    """Index of the first token whose distribution is known; below N."""
+    num_entries: NDArray[np.uint8]
+    """uint8 [N - start], at most `MAX_ENTRIES`."""
+    entry_ids: TokenIds
+    """uint32 [sum of num_entries], those of one token different."""
+    entry_weights: NDArray[np.uint32]
+    """uint32 beside the ids, above 0; those of one token sum to 2^31 at most."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory and in a file."""
+        return 4 * len(self.token_ids) + 8 * len(self.entry_ids) + len(self.num_entries)
+
+
+def tenant_folder(log: Path, tenant: str) -> Path:
+    """Where a tenant's segments lie: a folder for each, whose name no tenant can turn into another place."""
+    return log / f"tenant-{check_tenant(tenant)}"
+
+
+def encode_segment(facts: LogFacts, turns: Sequence[LoggedTurn]) -> bytes:
+    """A segment's file; `turns` are one at least."""
+    tensors = {
+        "token_ids": np.concatenate([turn.token_ids for turn in turns]),
+        "num_tokens": [len(turn.token_ids) for turn in turns],
+        "starts": [turn.start for turn in turns],
+        "sessions": [turn.session for turn in turns],
+        "temperatures": [turn.temperature for turn in turns],
+        "num_entries": np.concatenate([turn.num_entries for turn in turns]),
+        "entry_ids": np.concatenate([turn.entry_ids for turn in turns]),
+        "entry_weights": np.concatenate([turn.entry_weights for turn in turns]),
+    }
+    metadata = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "target_fingerprint": facts.target_fingerprint,
+        "vocabulary_fingerprint": facts.vocabulary_fingerprint,
+        "vocabulary_size": str(facts.vocabulary_size),
+    }
+    return save({name: np.asarray(tensor, _DTYPES[name]) for name, tensor in tensors.items()}, metadata)
+
+
+def read_segment(path: Path) -> tuple[LogFacts, list[LoggedTurn]]:
+    """Reads one segment.
+
+    Raises:
+        InvalidRequest: it is none, is damaged, or says what cannot be; the message names the file.
+        FileNotFoundError: it is gone: its time was over.
+    """
+    if path.stat().st_size > MAX_SEGMENT_BYTES:
+        raise InvalidRequest(f"{path} is no segment of a learning log: it has more than {MAX_SEGMENT_BYTES} bytes")
+    try:
+        metadata, tensors = _read_tensors(path)
+        facts = _facts(metadata)
+        return facts, _turns(tensors, facts.vocabulary_size)
+    except _Refused as refused:
+        raise InvalidRequest(f"{path} is no segment of a learning log: {refused}") from None
+
+
+class _Refused(Exception):
+    """Why a file is not believed."""
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if set(file.keys()) != set(_DTYPES):
+                raise _Refused("other arrays are in it")
+            tensors = {name: file.get_tensor(name) for name in _DTYPES}
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, MemoryError) as error:
+        raise _Refused(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from None
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1 or tensor.dtype != _DTYPES[name]:
+            raise _Refused(f"{name} is not one row of {_DTYPES[name]}")
+    return metadata, tensors
+
+
+def _facts(metadata: dict[str, str]) -> LogFacts:
+    if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
+        raise _Refused(f"it is not of format {_FORMAT} {_VERSION}")
+    size = metadata.get("vocabulary_size", "")
+    if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
+        raise _Refused("it names no vocabulary size")
+    return LogFacts(metadata.get("target_fingerprint", ""), metadata.get("vocabulary_fingerprint", ""), int(size))
+
+
+def _turns(tensors: dict[str, NDArray[Any]], vocabulary_size: int) -> list[LoggedTurn]:
+    counts, starts = (tensors[name].astype(np.int64) for name in ("num_tokens", "starts"))
+    num_known = counts - starts
+    num_entries = tensors["num_entries"].astype(np.int64)
+    ids, weights = tensors["entry_ids"], tensors["entry_weights"].astype(np.int64)
+    if not len(counts) or any(len(tensors[name]) != len(counts) for name in ("starts", "sessions", "temperatures")):
+        raise _Refused("its arrays do not fit together")
+    if num_known.min() < 1 or starts.min() < 1 or counts.sum() != len(tensors["token_ids"]):
+        raise _Refused("its turns do not fit its tokens")
+    if num_known.sum() != len(num_entries) or num_entries.sum() != len(ids) or len(ids) != len(weights):
+        raise _Refused("its distributions do not fit its turns")
+    if max(int(np.max(tensors[name], initial=0)) for name in ("token_ids", "entry_ids")) >= vocabulary_size:
+        raise _Refused(f"a token is beyond its vocabulary of {vocabulary_size}")
+    if num_entries.max() > MAX_ENTRIES or (weights < 1).any():
+        raise _Refused("a distribution is none")
+    ends = np.concatenate([[0], np.cumsum(num_entries)])
+    totals = np.concatenate([[0], np.cumsum(weights)])
+    if (totals[ends[1:]] - totals[ends[:-1]]).max() > WEIGHT_TOTAL:
+        raise _Refused("a distribution is more than 1")
+    position_of = np.repeat(np.arange(len(num_entries)), num_entries)
+    if len(np.unique(position_of * vocabulary_size + ids.astype(np.int64))) != len(ids):
+        raise _Refused("a distribution names a token twice")
+    if not all(math.isfinite(value) and 0.0 <= value <= 100.0 for value in tensors["temperatures"].tolist()):
+        raise _Refused("a temperature is none")
+    return _divide(tensors, counts, starts, ends)
+
+
+def _divide(
+    tensors: dict[str, NDArray[Any]], counts: NDArray[np.int64], starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+) -> list[LoggedTurn]:  # fmt: skip
+    tokens = [0, *np.cumsum(counts).tolist()]
+    known = [0, *np.cumsum(counts - starts).tolist()]
+    turns = []
+    for index, ((begin, end), (first, last)) in enumerate(zip(pairwise(tokens), pairwise(known), strict=True)):
+        entries = slice(int(ends[first]), int(ends[last]))
+        turns.append(
+            LoggedTurn(
+                session=int(tensors["sessions"][index]),
+                temperature=float(tensors["temperatures"][index]),
+                token_ids=tensors["token_ids"][begin:end],
+                start=int(starts[index]),
+                num_entries=tensors["num_entries"][first:last],
+                entry_ids=tensors["entry_ids"][entries],
+                entry_weights=tensors["entry_weights"][entries],
+            )
+        )
+    return turns

@@ -1,0 +1,128 @@
+"""The loss and the figures of distilling, against the sums they stand for; and what a log is read as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.errors import InvalidRequest, VocabularyMismatch
+from specdec.learning.distillation import acceptance, divergence
+from specdec.learning.samples import Batch, Samples
+from specdec.learning_log import LogFacts, LoggedTurn, encode_segment
+from specdec.types import WEIGHT_TOTAL
+
+FACTS = LogFacts("target", "words", 50)
+
+
+def batch_of(p: np.ndarray, num_entries: int, temperature: float) -> Batch:
+    """The likeliest entries of each row of p, and the rest left out."""
+    likeliest = np.argsort(-p, axis=-1)[:, :num_entries]
+    count = len(p)
+    return Batch(
+        np.zeros((1, count + 1), np.int64), np.arange(count), np.full(count, temperature, np.float32), likeliest,
+        np.take_along_axis(p, likeliest, -1).astype(np.float32),
+    )  # fmt: skip
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    return np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("num_entries", [1, 5, 20])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_the_loss_is_the_divergence_of_the_entries_and_the_rest_as_one(num_entries: int, temperature: float) -> None:
+    dice = np.random.default_rng(num_entries)
+    p, logits = softmax(dice.normal(size=(7, 20))), dice.normal(size=(7, 20))
+    q = softmax(logits / temperature)
+    batch = batch_of(p, num_entries, temperature)
+    of_p, of_q = (
+        np.concatenate([part, np.maximum(1 - part.sum(-1, keepdims=True), 1e-12)], -1)
+        for part in (np.take_along_axis(law, batch.entry_ids, -1) for law in (p, q))
+    )
+    expected = (of_p * np.log(of_p / of_q)).sum(-1)
+    told = torch.from_numpy(logits.astype(np.float32))
+    assert divergence(told, batch).numpy() == pytest.approx(expected, abs=1e-4)
+    overlap = np.minimum(of_p, of_q)[:, :-1].sum(-1)
+    assert acceptance(told, batch).numpy() == pytest.approx(overlap, abs=1e-5)
+
+
+def test_the_draft_that_agrees_has_no_divergence_and_no_gradient() -> None:
+    logits = torch.randn(5, 20, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    batch = batch_of(logits.detach().softmax(-1).numpy(), 8, 1.0)
+    loss = divergence(logits, batch).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(0.0, abs=1e-5)
+    assert logits.grad is not None
+    assert logits.grad.abs().max() < 1e-5
+
+
+def test_of_a_greedy_target_the_choice_alone_counts() -> None:
+    p = np.eye(6)[[2, 3]]
+    logits = torch.tensor([[0.0, 0, 5, 0, 0, 0], [0.0, 0, 5, 0, 0, 0]])
+    batch = batch_of(p, 1, 0.0)
+    assert acceptance(logits, batch).tolist() == [1.0, 0.0]
+    assert divergence(logits, batch).numpy() == pytest.approx(
+        -torch.log_softmax(logits, -1)[[0, 1], [2, 3]].numpy(), abs=1e-5
+    )
+
+
+def turn(session: int, num_tokens: int = 6, start: int = 2) -> LoggedTurn:
+    """Of which every token was certain."""
+    token_ids = (np.arange(num_tokens) % 40).astype(np.uint32)
+    count = num_tokens - start
+    return LoggedTurn(session, 1.0, token_ids, start, np.ones(count, np.uint8), token_ids[start:],
+                      np.full(count, WEIGHT_TOTAL, np.uint32))  # fmt: skip
+
+
+def write(log: Path, name: str, *turns: LoggedTurn, facts: LogFacts = FACTS) -> None:
+    folder = log / "tenant-default"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.safetensors").write_bytes(encode_segment(facts, turns))
+
+
+def test_a_long_turn_becomes_rows_that_begin_where_the_one_before_ended(tmp_path: Path) -> None:
+    write(tmp_path, "a", turn(1), turn(2, num_tokens=1500, start=100))
+    samples = Samples(tmp_path, "default", "words")
+    assert [row.token_ids.tolist() for row in samples.held_out] == [[0, 1, 2, 3, 4, 5]]
+    long = np.arange(1500) % 40
+    assert sum(row.num_learned for row in samples.learned) == 1400
+    assert np.concatenate([row.entry_ids for row in samples.learned]).tolist() == long[100:].tolist()
+    assert max(len(row.token_ids) for row in samples.learned) == 512
+    for batch in samples.batches(1024, np.random.default_rng(0)):
+        following = batch.token_ids.reshape(-1)[batch.places + 1]
+        assert following.tolist() == batch.entry_ids[:, 0].tolist()  # each place is the one before its token
+
+
+def test_what_is_logged_later_is_taken_in_and_held_out_sessions_stay_held_out(tmp_path: Path) -> None:
+    write(tmp_path, "a", *(turn(session) for session in range(16)))
+    samples = Samples(tmp_path, "default", "words")
+    assert (len(samples.held_out), len(samples.learned)) == (2, 14)
+    write(tmp_path, "b", turn(0), turn(9), turn(99))
+    write(tmp_path, "c", turn(5), facts=LogFacts("another", "words", 50))
+    samples.read_on()
+    samples.read_on()
+    assert (len(samples.held_out), len(samples.learned)) == (3, 16)
+
+
+def test_a_log_that_says_nothing_for_the_draft_is_refused_in_one_line(tmp_path: Path) -> None:
+    def refused(words: str, target: str = "", vocabulary: str = "words") -> None:
+        with pytest.raises((InvalidRequest, VocabularyMismatch), match=words) as caught:
+            Samples(tmp_path, "default", vocabulary, target)
+        assert "\n" not in str(caught.value)
+
+    refused("there is no learning log in")
+    (tmp_path / "tenant-default").mkdir()
+    refused("is empty")
+    write(tmp_path, "a", turn(1), turn(1))
+    refused("one session alone")
+    write(tmp_path, "b", turn(2))
+    refused("are of vocabulary words, the draft's of others", vocabulary="others")
+    refused("holds nothing of target gone, but of target", target="gone")
+    write(tmp_path, "c", turn(3), facts=LogFacts("another", "words", 50))
+    refused("words of another and target: name one by --target")
+    Samples(tmp_path, "default", "words", "target")
+    (tmp_path / "tenant-default" / "d.safetensors").write_bytes(b"\x80\x04.")
+    refused(r"d\.safetensors is no segment of a learning log", target="target")
