@@ -24,7 +24,8 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.config import advertised_address, parse_settings, split_address
+from specdec.addresses import advertised_address, split_address
+from specdec.config import parse_settings
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
 from specdec.rpc.client import open_link

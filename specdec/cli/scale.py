@@ -13,11 +13,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.addresses import split_address
 from specdec.cli import control
 from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
-from specdec.config import split_address
 from specdec.errors import InvalidRequest
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
+from specdec.addresses import split_address
 from specdec.cli import up_flags
 from specdec.cli.control import ControlSocket
 from specdec.cli.fleet import Fleet
@@ -25,7 +26,6 @@ from specdec.cli.services import Service
 from specdec.cli.up_flags import Models, Usage, add_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
-from specdec.config import split_address
 from specdec.devices import require_device, require_gpu_each
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable

@@ -11,7 +11,7 @@ import os
 from importlib import import_module
 from typing import Any, TextIO
 
-from specdec.config import check_dialable
+from specdec.addresses import check_dialable
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable, Unsupported
 from specdec.rpc.channels import dial_blocking
 

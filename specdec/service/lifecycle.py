@@ -19,7 +19,8 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from specdec.config import ServiceSettings, advertised_address, split_address
+from specdec.addresses import advertised_address, split_address
+from specdec.config import ServiceSettings
 from specdec.engines import Engine
 from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server

@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
-    "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.checkpoint",
-    "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts", "specdec.rank_checks",
-    "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.pool_names",
+    "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.addresses",
+    "specdec.checkpoint", "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts",
+    "specdec.rank_checks", "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.pool_names",
     "specdec.learning_log", "specdec.devices", "specdec.weight_files", "specdec.v1",
 }  # fmt: skip
 
@@ -46,6 +46,7 @@ ALLOWED = {
     "specdec.restarts": set(),
     "specdec.rank_checks": set(),
     "specdec.config": set(),
+    "specdec.addresses": set(),
     "specdec.core": set(),
     "specdec.state": {"specdec.core"},
     "specdec.observability": {"specdec.core"},

@@ -11,14 +11,8 @@ from pydantic_settings import SettingsConfigDict
 
 from coordinator.config import CoordinatorSettings
 from draft_service.config import DraftSettings
-from specdec.config import (
-    AddressList,
-    ServiceSettings,
-    advertised_address,
-    join_address,
-    parse_settings,
-    split_address,
-)
+from specdec.addresses import advertised_address, join_address, split_address
+from specdec.config import AddressList, ServiceSettings, parse_settings
 from target_service.config import TargetSettings
 
 
