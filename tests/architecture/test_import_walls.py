@@ -15,8 +15,8 @@ SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
     "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.addresses",
     "specdec.checkpoint", "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts",
-    "specdec.rank_checks", "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts", "specdec.pool_names",
-    "specdec.learning_log", "specdec.devices", "specdec.weight_files", "specdec.v1",
+    "specdec.rank_checks", "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts",
+    "specdec.pool_names", "specdec.learning_log", "specdec.devices", "specdec.weight_files", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
