@@ -22,7 +22,7 @@ from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import expected_rounds
 from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, Span
-from specdec.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest
+from specdec.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest, Verification
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
 from tests.support.round_driver import make_round
 
@@ -68,7 +68,11 @@ def record(alpha: float) -> PoolRecord:
 def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcome:
     count = num_accepted + 1
     provenance = Provenance((), (1.0,) * count, (0.0,) * count, pool, ())
-    return RoundOutcome((7,) * count, provenance, num_draft_tokens, num_accepted, 0.0, 0.02, 0, 0, pool, "")
+    answer = Verification(
+        choice_token_ids=np.full(count, 7, np.uint32), choice_probabilities=np.ones(count), rows=(), logit_rows=(),
+        kv_len=0, num_cached_tokens=0, forward_s=0.02, step_tokens=count,
+    )  # fmt: skip
+    return RoundOutcome((7,) * count, provenance, num_draft_tokens, num_accepted, 0.0, 0.02, 0, 0, pool, "", (), answer)
 
 
 class Request:
