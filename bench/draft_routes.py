@@ -52,7 +52,10 @@ def _routes(row: partial, quick: bool) -> list[Row]:
         drafts = [f"code={DEMO / 'draft'}", f"prose={DEMO / 'prose'}", "ngram"]
         with RunningSystem(target_dir, None, drafts=drafts, flags=("--route", "auto")) as system:
             triples = _triples(system, target_dir, NUM_WARM_TRIPLES + (3 if quick else 12))
-            systems = {pool: partial(_run, system, pool) for pool in POOLS} | {AUTO: partial(_run, system, "")}
+            systems = {
+                name: partial(_run, system, pool, index)
+                for index, (name, pool) in enumerate([*zip(POOLS, POOLS, strict=True), (AUTO, "")])
+            }
             with progress("mixed requests", len(triples) * len(systems)) as advance:
                 interleave(triples[:NUM_WARM_TRIPLES], systems, advance)
                 runs = interleave(triples[NUM_WARM_TRIPLES:], systems, advance)
@@ -99,8 +102,9 @@ def _prose_prompts() -> list[str]:
     return corpus.prose_prompts(corpus.library_files())
 
 
-def _run(system: RunningSystem, pool: str, triple: Triple) -> list[SystemRun]:
-    return [system.run(prompt, NUM_NEW_TOKENS, temperature=0.0, draft_pool=pool) for prompt in triple]
+def _run(system: RunningSystem, pool: str, num_cut: int, triple: Triple) -> list[SystemRun]:
+    """`num_cut`: of a prompt's first tokens, another number for each system: no prefix of it is in a cache by then."""
+    return [system.run(prompt[num_cut:], NUM_NEW_TOKENS, temperature=0.0, draft_pool=pool) for prompt in triple]
 
 
 def _scores(row: partial, quick: bool) -> list[Row]:
