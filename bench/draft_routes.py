@@ -99,7 +99,7 @@ def _prose_prompts() -> list[str]:
         corpus = importlib.import_module("corpus")
     finally:
         sys.path.remove(str(DEMO))
-    return corpus.prose_prompts(corpus.library_files())
+    return corpus.prose_prompts(corpus.standard_library_files())
 
 
 def _run(system: RunningSystem, pool: str, num_cut: int, triple: Triple) -> list[SystemRun]:

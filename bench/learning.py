@@ -205,7 +205,7 @@ def _prose(*, held_out: bool) -> list[str]:
         corpus = importlib.import_module("corpus")
     finally:
         sys.path.remove(str(DEMO))
-    texts = corpus.prose(corpus.library_files(), held_out=held_out)
+    texts = corpus.prose(corpus.standard_library_files(), held_out=held_out)
     cuts = [[text[at : at + PROMPT_CHARACTERS].rstrip() for at in _beginnings(text)] for text in texts]
     rounds = [[of_text[index] for of_text in cuts if index < len(of_text)] for index in range(max(map(len, cuts)))]
     return [text for each in rounds for text in each if len(text) > PROMPT_CHARACTERS // 2]

@@ -47,7 +47,7 @@ class SourceFile:
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
-def library_files(root: Path | None = None) -> list[SourceFile]:
+def standard_library_files(root: Path | None = None) -> list[SourceFile]:
     """Every file of the library that is used, sorted by name.
 
     Args:
@@ -181,7 +181,7 @@ def main(directory: str) -> None:
     """Write the prompts as `00.txt` and so on into `directory`."""
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    for index, text in enumerate(prompts(library_files())):
+    for index, text in enumerate(prompts(standard_library_files())):
         (target / f"{index:02d}.txt").write_text(text, "utf-8")
 
 

@@ -108,7 +108,7 @@ def main() -> None:
     pair = Pair(arguments.folder)
     starts = [path.read_text("utf-8") for path in sorted(PROMPTS.glob("*.txt"))]
     if arguments.prose:
-        starts = corpus.prose_prompts(corpus.library_files())
+        starts = corpus.prose_prompts(corpus.standard_library_files())
     prompts = [pair.tokenizer(text).input_ids for text in starts]
     torch.manual_seed(0)
     greedy, sampled = (

@@ -248,7 +248,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     plan = TrainingPlan(num_steps=arguments.steps, num_draft_steps=arguments.draft_steps)
 
-    files = corpus.library_files()
+    files = corpus.standard_library_files()
     training_files = [file for file in files if not file.held_out]
     tokenizer = train_tokenizer([file.text for file in training_files])
     stream = token_stream(tokenizer, corpus.documents(training_files, plan.seed))

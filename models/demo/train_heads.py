@@ -120,7 +120,7 @@ def main() -> None:
     # Of a run that goes on, other batches than those before.
     plan = TrainingPlan(arguments.steps, 0, late_share=1.0, other_lr=2e-3, seed=2 + max(steps_before.values()))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.out / "target")
-    files = corpus.library_files()
+    files = corpus.standard_library_files()
     stream, held_out = (
         token_stream(tokenizer, corpus.documents([file for file in files if file.held_out == is_held_out], 2))
         for is_held_out in (False, True)

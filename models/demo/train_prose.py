@@ -44,7 +44,7 @@ def main() -> None:
     )
     torch.manual_seed(plan.seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.out / "target")
-    files = corpus.library_files()
+    files = corpus.standard_library_files()
     texts = corpus.prose(files, held_out=False)
     random.Random(plan.seed).shuffle(texts)
     stream = token_stream(tokenizer, texts)

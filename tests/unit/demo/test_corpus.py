@@ -59,7 +59,7 @@ def library(tmp_path: Path) -> list:
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "test_it.py").write_text("never = 1\n")
     (tmp_path / "broken.py").write_text("def (:\n")
-    return corpus.library_files(tmp_path)
+    return corpus.standard_library_files(tmp_path)
 
 
 def test_test_folders_are_left_out_and_broken_files_are_kept_whole(library: list) -> None:
@@ -94,7 +94,7 @@ def test_the_same_seed_gives_the_same_documents_and_another_seed_does_not(librar
 
 
 def test_a_small_share_of_the_real_library_is_held_out_and_gives_prompts() -> None:
-    files = corpus.library_files()
+    files = corpus.standard_library_files()
     share = sum(file.held_out for file in files) / len(files)
     assert 0.03 < share < 0.12
     prompts = corpus.prompts(files)
