@@ -19,7 +19,7 @@ from typing import Protocol
 from specdec.cli.launching import COORDINATOR, role_of
 from specdec.cli.services import STOP_GRACE_S, Service
 from specdec.cli.supervision import Supervisor
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, SpecdecError
 
 #: Of a role. Every one is a process with a model.
 MAX_REPLICAS = 256
@@ -40,6 +40,10 @@ class Launches(Protocol):
 
     def join(self, name: str, model: str) -> str:
         """A further draft model; returns its role. Raises SpecdecError where there can be none."""
+        ...
+
+    def forget(self, role: str) -> None:
+        """A draft model that joined and never served: another one may have its name."""
         ...
 
     def require_room(self, added: Mapping[str, int]) -> None:
@@ -78,6 +82,8 @@ class Fleet:
         self._leaving: dict[Service, float] = {}
         """With when they are made to end."""
         self._wanted: dict[str, int] = {}
+        self._joining: set[str] = set()
+        """Roles that joined and have not served yet."""
         self._serving_since: dict[Service, float] = {}
         self._supervisor = Supervisor(self._kept, clock)
         self._scaling: Scaling | None = None
@@ -117,15 +123,12 @@ class Fleet:
         for role, number in wanted.items():
             self._check(role, number)
         with self._lock:
-            self._launcher.require_room({role: max(0, number - self._wanted[role]) for role, number in wanted.items()})
-            if self._scaling is not None:
-                self._scaling.end(self._wanted, "ABORTED STALE_EPOCH: other numbers were asked for meanwhile")
-            self._wanted |= wanted
-            self._scaling = Scaling()
-            return self._scaling
+            return self._begin_scaling(wanted)
 
     def join(self, pool: str, model: str) -> Scaling:
         """Asks for one replica of a further draft model, which only those get that name it or are promoted to it.
+
+        One that ends before it serves, or is scaled away before, was never there: its name is free again.
 
         Raises:
             SpecdecError: there can be no such pool.
@@ -133,7 +136,12 @@ class Fleet:
         with self._lock:
             role = self._launcher.join(pool, model)
             self._wanted[role] = 0
-        return self.scale({role: 1})
+            self._joining.add(role)
+            try:
+                return self._begin_scaling({role: 1})
+            except SpecdecError:
+                self._forget_unserved()
+                raise
 
     def look(self) -> None:
         """To be called often: starts, drains and restarts what has to be."""
@@ -147,6 +155,7 @@ class Fleet:
             for role in self._wanted:
                 self._approach(role)
             self._tell()
+            self._forget_unserved()
 
     def stop(self) -> None:
         """Ends the coordinator, then draft and target replicas together."""
@@ -160,6 +169,24 @@ class Fleet:
                 service.ask_to_stop()
             for service in services:
                 service.stop()
+
+    def _begin_scaling(self, wanted: Mapping[str, int]) -> Scaling:
+        """Raises ResourceExhausted: there is no room."""
+        self._launcher.require_room({role: max(0, number - self._wanted[role]) for role, number in wanted.items()})
+        if self._scaling is not None:
+            self._scaling.end(self._wanted, "ABORTED STALE_EPOCH: other numbers were asked for meanwhile")
+        self._wanted |= wanted
+        self._scaling = Scaling()
+        return self._scaling
+
+    def _forget_unserved(self) -> None:
+        """Roles that joined and have no replica any more before one of them has served."""
+        leaving = {role_of(service.name) for service in self._leaving}
+        for role in [role for role in self._joining if not self._wanted[role] and role not in leaving]:
+            if not self._of(role):
+                self._joining.remove(role)
+                del self._wanted[role]
+                self._launcher.forget(role)
 
     def _check(self, role: str, number: int) -> None:
         if role not in self._launcher.roles:
@@ -187,6 +214,7 @@ class Fleet:
             elif service.has_started:
                 self._starting.remove(service)
                 self._kept.append(service)
+                self._joining.discard(role_of(service.name))
                 service.relay()
                 service.say("serving")
 

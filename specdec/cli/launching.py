@@ -88,6 +88,11 @@ class Launcher:
         self._served = replace(self._served, drafts=(*self._served.drafts, pool))
         return pool.group
 
+    def forget(self, role: str) -> None:
+        """A draft model that joined, and none of whose replicas runs: its name is free again."""
+        drafts = tuple(pool for pool in self._served.drafts if pool.group != role)
+        self._served = replace(self._served, drafts=drafts)
+
     def coordinator(self) -> Service:
         """Starts the coordinator."""
         tokenizer = self._args.tokenizer or self._served.target

@@ -21,6 +21,7 @@ SERVES = (
     "signal.sigwait([signal.SIGTERM])\n"
 )
 FAILS = "raise SystemExit('error: RESOURCE_EXHAUSTED KV_EXHAUSTED: no memory')\n"
+HANGS = "import signal\nsignal.pause()\n"
 CLINGS = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES.replace(
     "sigwait([signal.SIGTERM])", "pause()"
 )
@@ -57,8 +58,13 @@ class Launcher:
     def join(self, name: str, model: str) -> str:
         if name == "taken":
             raise InvalidRequest("taken")
+        if f"draft-{name}" in self.roles:
+            raise InvalidRequest("there already")
         self.roles = (*self.roles, f"draft-{name}")
         return f"draft-{name}"
+
+    def forget(self, role: str) -> None:
+        self.roles = tuple(other for other in self.roles if other != role)
 
     def require_room(self, added: Mapping[str, int]) -> None:
         if sum(added.values()) > self.room:
@@ -133,6 +139,36 @@ def test_a_further_draft_model_gets_one_replica_and_a_refused_one_nothing(fleet:
     with pytest.raises(InvalidRequest):
         fleet.join("taken", "/m")
     assert reach(fleet, clock, target=2).counts == {"target": 2, "draft": 1, "draft-new": 1}
+
+
+def test_the_name_of_a_draft_that_joined_and_never_served_is_free_again(
+    fleet: Fleet, launcher: Launcher, clock: Clock
+) -> None:
+    launcher.write(FAILS)
+    failing = fleet.join("new", "/m")
+    look_until(fleet, failing.ended.is_set)
+    assert failing.failure == "RESOURCE_EXHAUSTED KV_EXHAUSTED: no memory"
+    launcher.room = 0
+    with pytest.raises(ResourceExhausted):
+        fleet.join("new", "/m")
+    launcher.room = MAX_REPLICAS
+    launcher.write(HANGS)
+    hanging = fleet.join("new", "/m")
+    look_until(fleet, lambda: len(fleet.services) == 4)
+    with pytest.raises(InvalidRequest):
+        fleet.join("new", "/m")
+    fleet.scale({"draft-new": 0})
+    assert "other numbers were asked for" in hanging.failure
+    look_until(fleet, lambda: "draft-new" not in launcher.roles)
+    launcher.write(SERVES)
+    joining = fleet.join("new", "/m")
+    look_until(fleet, joining.ended.is_set)
+    assert (joining.failure, joining.counts) == ("", {"target": 1, "draft": 1, "draft-new": 1})
+    # One that has served is a pool like the others: it may have no replica, and comes back by its number.
+    assert reach(fleet, clock, **{"draft-new": 0}).counts["draft-new"] == 0
+    with pytest.raises(InvalidRequest):
+        fleet.join("new", "/m")
+    assert reach(fleet, clock, **{"draft-new": 1}).failure == ""
 
 
 def test_the_oldest_leave_and_a_later_one_may_have_their_name(fleet: Fleet, clock: Clock) -> None:

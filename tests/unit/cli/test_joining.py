@@ -29,6 +29,9 @@ def test_a_draft_joins_where_requests_are_routed_alone() -> None:
     assert routed.roles == ("target", "draft", "draft-new")
     assert routed._replica_arguments("draft-new-0")[:6] == ["--model", "/m", "--pool", "new", "--shadow", "on"]
     assert "--shadow" not in routed._replica_arguments("draft-0")
+    routed.forget("draft-new")
+    assert routed.roles == ("target", "draft")
+    assert routed.join("new", "/other") == "draft-new"
 
 
 @pytest.mark.parametrize("name", ["default", "suffix", "", "a b", "../x", "x" * 65, "-x"])
