@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import stat
 import threading
@@ -32,6 +33,8 @@ _REQUEST_TIMEOUT_S = 5.0
 _NO_REQUEST = "a request is one line of JSON, a whole number for each role"
 #: Between two lines of a request that is under way, so that a caller who left is noticed.
 _STAGE_INTERVAL_S = 0.5
+#: Of a `specdec up` that follows a request and says nothing: it stands still.
+_SILENCE_TIMEOUT_S = 60.0
 #: A socket this young may be another process's that does not listen yet.
 _STARTING_S = 60.0
 
@@ -87,7 +90,10 @@ class ControlSocket:
             connection,
             connection.makefile("rw", encoding="utf-8", errors="replace") as file,
         ):
-            for answer in self._answers(file.readline(_MAX_REQUEST_BYTES)):
+            request = file.readline(_MAX_REQUEST_BYTES)
+            if _has_left(connection):  # it was told that nobody answers here
+                return
+            for answer in self._answers(request):
                 file.write(json.dumps(answer) + "\n")
                 file.flush()
 
@@ -110,11 +116,12 @@ def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Asks the `specdec up` of a port on this machine; what it answers, line by line.
 
     Raises:
-        Unavailable: there is none of this user, or it ended meanwhile.
+        Unavailable: there is none of this user, or it ended meanwhile, or it stands still.
     """
     try:
         path = _folder(make=False) / f"{port}.sock"
         with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_SILENCE_TIMEOUT_S)
             connection.connect(str(path))
             with _lines_of(connection) as file:
                 file.write(json.dumps(request) + "\n")
@@ -128,6 +135,11 @@ def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise Unavailable(
             f"no specdec up of yours serves port {port} on this machine", reason="COORDINATOR_UNAVAILABLE"
+        ) from error
+    except TimeoutError as error:
+        raise Unavailable(
+            f"the specdec up of port {port} stands still: it said nothing for {_SILENCE_TIMEOUT_S:g} s",
+            reason="COORDINATOR_UNAVAILABLE",
         ) from error
     except OSError as error:
         raise Unavailable(f"specdec up cannot be told: {error.strerror or error}") from error
@@ -188,6 +200,13 @@ def _clean_up_after_killed(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _STARTING_S and not _is_answered(path):
                 path.unlink()
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Whether the other side is closed, for reading too."""
+    looked_at = select.poll()
+    looked_at.register(connection, 0)
+    return bool(looked_at.poll(0))
 
 
 def _is_answered(path: Path) -> bool:
