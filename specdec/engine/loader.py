@@ -38,6 +38,7 @@ from specdec.engine.model.checkpoint_model import (
     pick_dtype,
     pool_blocks,
     quietly,
+    require_all_weights,
 )
 from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
@@ -245,16 +246,14 @@ def _load_model(
             # A pair where loading info is asked for, which its annotation does not know.
             loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
-                trust_remote_code=False,
+                trust_remote_code=False, ignore_mismatched_sizes=True,
             ))  # fmt: skip
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
         # A class that cannot even be made without weights is not the checkpoint's fault.
         with refusing_failures(config), quietly(), torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
         raise InvalidRequest(f"model {model!r} cannot be loaded: {first_line(error)}", field="model") from error
-    if report["missing_keys"]:
-        name = min(report["missing_keys"])
-        raise InvalidRequest(f"model {model!r} lacks weights, {name} for one", field="model")
+    require_all_weights(model, report)
     # The decorator that transformers puts on `to` loses `self`.
     placed: PreTrainedModel = loaded.to(device).eval()  # type: ignore[arg-type]
     return placed

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -131,6 +132,26 @@ def model_shape(
         device=str(device),
         kv_layout=kv_layout,
     )
+
+
+def require_all_weights(model: str, report: Mapping[str, Any]) -> None:
+    """Refuses what was loaded with weights of nobody's.
+
+    Args:
+        model: as it was named.
+        report: what transformers tells of the loading, sizes that do not match ignored.
+
+    Raises:
+        InvalidRequest: a tensor is missing, or has another shape than its configuration says; it is named.
+    """
+    if report["mismatched_keys"]:
+        name, stored, needed = min(report["mismatched_keys"])
+        raise InvalidRequest(
+            f"model {model!r} cannot be loaded: {name} is {list(stored)}, and its configuration needs {list(needed)}",
+            field="model",
+        )
+    if report["missing_keys"]:
+        raise InvalidRequest(f"model {model!r} lacks weights, {min(report['missing_keys'])} for one", field="model")
 
 
 def model_context(config: PreTrainedConfig) -> int:
