@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest
+from specdec.learning import training
 from specdec.learning.distill import Distillation, distill
 from specdec.learning.samples import Samples
 from specdec.learning.training import TrainingPlan, train
@@ -95,3 +97,23 @@ def test_a_version_is_never_overwritten_and_nothing_is_left_of_one_that_fails(fo
     with pytest.raises(InvalidRequest, match=r"--out: .*file cannot be written"):
         distill(asked(folder, tmp_path / "file" / "new"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
+
+
+def test_a_training_that_stood_still_rests_for_what_it_computed_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of a step, or starved by others: an hour of the clock's, and next to nothing computed."""
+    samples = Samples(folder / "log", "default", vocabulary_fingerprint(load_vocabulary(folder / "draft")))
+    now_s, rests = [1000.0], list[float]()
+    step = training._step
+
+    def stopped(*arguments: Any) -> float:
+        now_s[0] += 3600.0
+        return step(*arguments)
+
+    monkeypatch.setattr(training, "_step", stopped)
+    monkeypatch.setattr(training.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(training.time, "sleep", rests.append)
+    train(load_draft(str(folder / "draft")), samples, replace(PLAN, seconds=1e9, max_steps=4, share=0.25))
+    assert len(rests) == 4
+    assert 0.0 < sum(rests) < 3600.0
