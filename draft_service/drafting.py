@@ -16,7 +16,7 @@ from specdec.engine.drafting.drawing import Draft, Drawing
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, Program
 from specdec.engine.sessions.calls import Call
-from specdec.types import Proposal, ProposeRequest
+from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest
 
 
 class DraftProgram(Program):
@@ -39,7 +39,13 @@ class DraftProgram(Program):
         """As `advance`; `is_noted`: whether the drafts note the likeliest tokens."""
         self._drawing.draw(jobs, logits, is_noted=is_noted)
         for job in jobs:
-            if is_complete(job):
+            request, draft = job.call.request, job.progress
+            if isinstance(request, ScoreRequest):
+                if draft.is_scored(request):
+                    job.finish(Score(tuple(draft.q), forward_s=job.elapsed_s))
+                else:
+                    job.append(draft.token_ids[-1])
+            elif is_complete(job):
                 job.finish(proposal_of(job))
             else:
                 job.append(job.progress.token_ids[-1])

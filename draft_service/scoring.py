@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from specdec.core.sparse import probability
 from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.logits.step_logits import StepLogits
@@ -39,7 +40,7 @@ def score_of(job: Job, logits: StepLogits, cut: Cut) -> Score:
     kind = row_kind(asked)
     if kind is RowKind.DISTRIBUTION:
         supports = cut(filtered_distributions(logits.values, contexts))
-        q = [_mass(token_id, support) for token_id, (support, _) in zip(scored, supports, strict=True)]
+        q = [probability(token_id, support) for token_id, (support, _) in zip(scored, supports, strict=True)]
     else:
         choices = greedy_choices(logits, contexts) if kind is RowKind.GREEDY else _coupled(request, logits, contexts)
         q = [float(choice == token_id) for choice, token_id in zip(choices, scored, strict=True)]
@@ -52,10 +53,3 @@ def _coupled(request: ScoreRequest, logits: StepLogits, contexts: Sequence[Filte
     positions = [len(context.history) for context in contexts]
     choices, _ = coupled_choices(distributions, [asked.seed] * num_rows, [asked.turn] * num_rows, positions)
     return choices
-
-
-def _mass(token_id: int, support: Support) -> float:
-    entry = int(support.token_ids.searchsorted(token_id))
-    if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
-        return 0.0
-    return int(support.weights[entry]) / int(support.weights.sum(dtype="int64"))

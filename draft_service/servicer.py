@@ -38,10 +38,6 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
     async def Propose(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
         await self.serve(request_iterator, context)
 
-    async def Score(self, request: draft_pb2.ScoreRequest, context: Any) -> draft_pb2.ScoreResponse:  # noqa: N802
-        score = await self._engine.score(codec.decode_score_request(request, self._limits))
-        return codec.encode_score(score)
-
     async def answer(self, item: draft_pb2.ProposeRequest) -> Answered:
         request = codec.decode_propose_request(item, self._limits)
         proposal = await self._engine.propose(request)

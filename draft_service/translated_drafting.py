@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draft_service.drafting import DraftProgram, proposal_of, request_of
+from draft_service.drafting import DraftProgram, proposal_of
 from draft_service.translated_sessions import TranslatedPosition
 from specdec.engine.drafting.drawing import Draft
 from specdec.engine.logits.step_logits import StepLogits
@@ -31,7 +31,7 @@ from specdec.engine.loop.job import Job, Program
 from specdec.engine.sessions.calls import Call
 from specdec.translation.pair import TokenizerPair
 from specdec.translation.retokenizer import retokenise
-from specdec.types import Proposal, ProposeRequest, Support, TokenIds
+from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest, Support, TokenIds
 
 #: Share of a distribution beyond which a restriction costs more acceptance than point masses do.
 MAX_LOST_MASS = 0.1
@@ -43,7 +43,7 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 class TranslatedRequest(ProposeRequest):
     """A round as the engine runs it, in own tokens, with what was asked for in the target's."""
 
-    asked: ProposeRequest
+    asked: ProposeRequest | ScoreRequest
     translated: TranslatedPosition
     max_steps: int
     """Most own tokens to draft."""
@@ -103,9 +103,10 @@ class TranslatedJob(Job):
         self._job = job
         self._pair = pair
         self._before = request.translated.open_piece
+        self._gamma = request.gamma
         self._num_steps_left = request.max_steps
         committed = request.translated.committed
-        self._history = np.empty(len(committed) + request.asked.gamma, dtype=np.uint32)
+        self._history = np.empty(len(committed) + request.gamma, dtype=np.uint32)
         self._history[: len(committed)] = committed
         self._history_len = len(committed)
         self._text = b""
@@ -135,7 +136,7 @@ class TranslatedJob(Job):
         self._num_steps_left -= 1
         self._job.append(int(self._pair.tokens.own_of[token_id]))
 
-    def finish(self, answer: Proposal) -> None:
+    def finish(self, answer: Proposal | Score) -> None:
         """Ends the job."""
         self._job.finish(answer)
 
@@ -145,7 +146,7 @@ class TranslatedJob(Job):
         self._text += piece
         token_ids = retokenise(self._pair.target, self._before, self._text)
         self._num_steps_left -= 1
-        num_missing = request_of(self.call).gamma - len(self.progress.token_ids)
+        num_missing = self._gamma - len(self.progress.token_ids)
         if not piece:  # the text ends here, and so does its last token
             end_id = int(self._pair.tokens.target_of[own_id])
             self._finish_with([*token_ids, end_id] if end_id >= 0 else token_ids)
@@ -158,8 +159,12 @@ class TranslatedJob(Job):
 
     def _finish_with(self, token_ids: list[int]) -> None:
         """Ends the draft with point masses."""
-        draft = self.progress
-        for token_id in token_ids[: request_of(self.call).gamma - len(draft.token_ids)]:
+        draft, request = self.progress, self.call.request
+        if isinstance(request, ScoreRequest):
+            draft.score_text(token_ids, request.token_ids.tolist())
+            self.finish(Score(tuple(draft.q), forward_s=self.elapsed_s))
+            return
+        for token_id in token_ids[: self._gamma - len(draft.token_ids)]:
             draft.token_ids.append(token_id)
             if self.call.position.carries_distributions:
                 draft.supports.append(Support(np.array([token_id], np.uint32), np.ones(1, np.uint16)))

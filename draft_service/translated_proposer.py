@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -23,10 +24,11 @@ from specdec.core.sparse import default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, digest_of
-from specdec.errors import Unsupported
+from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
+from specdec.errors import InvalidRequest
 from specdec.translation.pair import TokenizerPair
 from specdec.types import (
+    SCORED_GAMMA,
     EngineInfo,
     Proposal,
     ProposeRequest,
@@ -34,6 +36,7 @@ from specdec.types import (
     Score,
     ScoreRequest,
     SessionPosition,
+    TokenIds,
 )
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
@@ -71,6 +74,7 @@ class TranslatedProposer(ReplicaEngine):
         super().__init__(worker, TranslatedProgram(program, pair, device), options, observer=observer)
         self._pair = pair
         self._sessions = TranslatedSessions(pair)
+        self._score_ids = count()
         self._model_fingerprint = hashlib.blake2b(
             f"{shape.model_fingerprint} {pair.target_fingerprint}".encode(), digest_size=16
         ).hexdigest()
@@ -119,12 +123,55 @@ class TranslatedProposer(ReplicaEngine):
         return proposal
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Not known: q of a committed token that no own token stands for is that of a text's beginning.
+        """Drafts rounds with the committed tokens in place of drawn ones, the next one where the last would have ended;
+        see `DraftEngine.score`."""
+        asked = request.position
+        check_round(asked, self._pair.target_size)
+        check_scored(request, self._pair.target_size)
+        token_ids = np.concatenate([asked.token_ids, request.token_ids])
+        # A session of its own: whatever the scored one has here stays as it is. Braces: no id that a caller can have.
+        own = replace(asked, session_id=f"{{score-{next(self._score_ids)}}}")
+        rounds: list[Score] = []
+        num_scored = 0
+        try:
+            while num_scored < len(request.token_ids):
+                first = asked.committed_len + num_scored
+                position = replace(own, round_id=num_scored, token_ids=token_ids[:first])
+                rounds.append(await self._score_round(position, token_ids[first : first + SCORED_GAMMA]))
+                num_scored += len(rounds[-1].q)
+        finally:
+            self._sessions.release([own.session_id])
+        return Score(
+            q=tuple(q for scored in rounds for q in scored.q),
+            forward_s=rounds[0].forward_s,
+            step_s=self._engine_loop.usual_step_s(len(token_ids)),
+        )
 
-        Raises:
-            Unsupported: always.
-        """
-        raise Unsupported("a draft with another tokenizer scores nothing")
+    async def _score_round(self, position: SessionPosition, token_ids: TokenIds) -> Score:
+        """Of the first tokens, up to one that the round would surely not have got past."""
+        translated = await self._sessions.align(position)
+        num_own, num_tokens = len(translated.own_ids), len(token_ids)
+        max_steps = 2 * num_tokens + 1
+        if num_own + max_steps > self._shape.max_context_tokens:
+            raise InvalidRequest(
+                f"{num_own} of the draft's own tokens, its context is {self._shape.max_context_tokens}",
+                reason="CONTEXT_TOO_LONG",
+                field="round.token_ids",
+            )
+        if num_own == 0 or translated.own_ids.max() >= self._shape.vocabulary_size:
+            return Score((0.0,), forward_s=0.0)  # it would not draft
+        own_position = replace(position, start=0, prefix_hash=b"", token_ids=translated.own_ids)
+        asked = ScoreRequest(position, token_ids)
+        call = Call(
+            request=TranslatedRequest(own_position, num_tokens, asked, translated, max_steps),
+            digest=b"",  # nobody repeats it
+            draft_token_ids=_NO_TOKENS,
+            num_logit_rows=1,
+            max_kv_len=num_own + max_steps - 1,
+            yields=True,
+        )
+        score: Score = await self._engine_loop.call(call)
+        return score
 
     async def release(self, session_ids: list[str]) -> None:
         """Forgets sessions and frees their KV. Idempotent; unknown ids are fine."""

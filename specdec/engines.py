@@ -24,6 +24,17 @@ class Engine(Protocol):
         """Runs what the first real call would find cold, and keeps nothing of it."""
         ...
 
+    async def score(self, request: ScoreRequest) -> Score:
+        """Says what it would have drawn committed tokens with; keeps nothing of it, and yields to every other call.
+
+        Raises:
+            InvalidRequest: the request can never run.
+            ResourceExhausted: others are served, now or by the time it would have been done (REPLICA_BUSY).
+            Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
+            Unsupported: it drafts nothing by itself.
+        """
+        ...
+
     async def release(self, session_ids: list[str]) -> None:
         """Frees sessions' KV; calls in flight on them miss. Idempotent; unknown ids are fine."""
         ...
@@ -64,16 +75,6 @@ class DraftEngine(Engine, Protocol):
             StaleEpoch: an older epoch, or a round older than the newest seen.
             ResourceExhausted: no KV block is left (KV_EXHAUSTED).
             Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
-        """
-        ...
-
-    async def score(self, request: ScoreRequest) -> Score:
-        """Says what it would have drawn committed tokens with; keeps nothing of it, and yields to every `propose`.
-
-        Raises:
-            InvalidRequest: the request can never run.
-            ResourceExhausted: others are drafted for, now or by the time it would have been done (REPLICA_BUSY).
-            Unavailable: as `propose`.
         """
         ...
 

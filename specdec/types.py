@@ -29,6 +29,9 @@ BLOCK_TOKENS = 16
 #: Committed tokens that a draft scores in one call: one step beside which others may have to wait.
 MAX_SCORED_TOKENS = 64
 
+#: Draft tokens of the rounds that scored tokens are walked by: acceptance further in matters little.
+SCORED_GAMMA = 8
+
 
 class Mode(IntEnum):
     """How a request speculates; values equal the proto's `SpeculationMode`."""
@@ -199,6 +202,8 @@ class ScoreRequest:
     """The session as it was before them; `start` is 0, and session, epoch and round are compared with nothing."""
     token_ids: TokenIds
     """uint32 [n]: what was committed then; 1..MAX_SCORED_TOKENS."""
+    local_pool: str = ""
+    """Which of a target's local drafts is to say it; "" of draft replicas."""
 
 
 @dataclass(slots=True)
@@ -208,6 +213,9 @@ class Score:
     forward_s: float
     step_s: float = 0.0
     """A draft step of one session, as measured; 0: not known yet."""
+    round_lengths: tuple[int, ...] = ()
+    """Where q depends on where its round began: how many of `q` are of the round that begins at each scored token, one
+    round after the other, each up to its first 0; (): one of each token, in any round."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,16 @@ from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, Program, RowKind, row_kind
 from specdec.engine.sessions.answer_count import AnswerCount, OtherAnswers
-from specdec.types import DistributionRow, LogitRow, Proposal, TokenIds, Verification, VerifyRequest
+from specdec.types import (
+    DistributionRow,
+    LogitRow,
+    Proposal,
+    Score,
+    ScoreRequest,
+    TokenIds,
+    Verification,
+    VerifyRequest,
+)
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
@@ -92,10 +101,16 @@ class TargetProgram(Program):
         self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
 
     def draft(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        """Draws a draft token a job from its row of `logits`."""
+        """Draws a draft token a job from its row of `logits`, or scores one."""
         self._drawing.draw(jobs, logits)
         for job in jobs:
             request, draft = job.call.request, job.progress
+            if isinstance(request, ScoreRequest):
+                if draft.is_scored(request):
+                    job.finish(Score(tuple(draft.q), forward_s=job.elapsed_s))
+                else:
+                    job.append(draft.token_ids[-1])
+                continue
             assert isinstance(request, VerifyRequest)
             assert request.local_draft is not None
             job.append(draft.token_ids[-1])
@@ -104,6 +119,9 @@ class TargetProgram(Program):
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Finishes every job from its `num_logit_rows` rows of `logits`."""
+        if jobs[0].call.yields:  # and is alone: tokens that are to be scored have been run
+            jobs[0].finish(Score((), forward_s=jobs[0].elapsed_s))
+            return
         first = 0
         all_rows: list[_Rows] = []
         by_kind: dict[RowKind, list[_Rows]] = {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
@@ -26,8 +27,9 @@ from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOpt
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest
-from specdec.types import LocalDraft, SamplingFilters, Verification, VerifyRequest
+from specdec.types import LocalDraft, SamplingFilters, Score, ScoreRequest, Verification, VerifyRequest
 from target_service.program import TargetProgram
+from target_service.scoring import ScoredSpan, check_scorable
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -55,6 +57,7 @@ class Verifier(ReplicaEngine):
         """
         drawing = Drawing(s_max=default_s_max(worker.shape.vocabulary_size), coverage=DEFAULT_COVERAGE)
         super().__init__(worker, TargetProgram(drawing), options, observer=observer, clock=clock)
+        self._score_ids = count()
 
     async def verify(self, request: VerifyRequest) -> Verification:
         """Answers p at every draft position and one beyond; see `TargetEngine.verify`.
@@ -78,6 +81,17 @@ class Verifier(ReplicaEngine):
         )
         verification: Verification = await self._engine_loop.call(call)
         return verification
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Says what a local draft would have drawn committed tokens with, in the round that begins at each of them; see
+        `TargetEngine.score`."""
+        check_scorable(request, self._shape)
+        # Braces: no id that a caller can have.
+        span = ScoredSpan(f"{{score-{next(self._score_ids)}}}", request, self._shape)
+        try:
+            return await span.score(self._engine_loop.call)
+        finally:
+            await self._engine_loop.release([span.session_id])
 
     async def warm_up(self) -> None:
         """Verifies in a session that is then forgotten, so that the first real call meets warm code.

@@ -189,6 +189,10 @@ class ReplicaPools:
         live = {name for replica in self.targets() if replica.is_alive for name in _local_drafts(replica)}
         return tuple(name for name in self._local_pool_names if name in live)
 
+    def local_targets(self, pool: str) -> list[TargetReplica]:
+        """Target replicas that draft in `pool` by themselves, alive or not."""
+        return [replica for replica in self.targets() if pool in _local_drafts(replica)]
+
     def local_gamma(self, pool: str) -> int:
         """Most draft tokens that every live target drafts in `pool`."""
         told = [

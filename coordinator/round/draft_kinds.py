@@ -110,18 +110,17 @@ class DraftKinds:
             calls: of its rounds.
             route: of the request, where its model's pool may change.
         """
-        drafts_of = partial(self._models, wanted, setting, replicas, calls)
+        drafts_of = partial(self._asked, wanted, setting, replicas, calls)
         asked: AskedDrafts = (
             drafts_of(replicas.draft_pool) if route is None else RoutedDrafts(route, replicas, drafts_of)
         )
         if setting.mode is Mode.OFF:
             return asked
         pool, local = wanted.draft_pool, self._pools.local_pool(wanted.draft_pool)
-        if route is not None:  # text before models, and models before what targets draft with, which nobody scores
-            pool = next(iter(self._pools.lookup_pools), "")
-            local = "" if replicas.draft_pool else next(iter(self._pools.local_pools), "")
+        if route is not None:  # text before all others
+            pool, local = next(iter(self._pools.lookup_pools), ""), ""
         if local:
-            asked = LocalDrafts(local, self._chooser(local, wanted, self._pools.local_gamma(local)))
+            asked = self._local(wanted, local)
         if pool not in self._pools.lookup_pools:
             return asked
         return LookupDrafts(
@@ -138,14 +137,20 @@ class DraftKinds:
         fixed = None if wanted.gamma is None else min(wanted.gamma, max_gamma)
         return GammaChooser(self._records[pool], fixed=fixed, max_gamma=max_gamma)
 
-    def _models(
+    def _local(self, wanted: SpeculationChoice, pool: str) -> LocalDrafts:
+        return LocalDrafts(pool, self._chooser(pool, wanted, self._pools.local_gamma(pool)))
+
+    def _asked(
         self,
         wanted: SpeculationChoice,
         setting: RoundSetting,
         replicas: SessionReplicas,
         calls: SessionCalls,
         pool: str,
-    ) -> ModelDrafts:
+    ) -> AskedDrafts:
+        """The drafts of a pool of models, or of one of the targets' own that requests may be routed to."""
+        if pool in self._pools.local_pools and setting.mode is not Mode.OFF:
+            return self._local(wanted, pool)
         fixed = 0 if setting.mode is Mode.OFF else wanted.gamma
         chooser = GammaChooser(self._records[pool], fixed=fixed, max_gamma=self._pools.max_gamma)
         return ModelDrafts(pool, chooser, DraftCalls(setting, replicas, calls, self._clocks[pool]))

@@ -18,12 +18,9 @@ from coordinator.round.routes import Routes
 from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
-from coordinator.routing.expected_rounds import ExpectedRounds, acceptance_of, expected_rounds
+from coordinator.routing.expected_rounds import ExpectedRounds, expected_rounds, rounds_of
 from coordinator.routing.scoring import MAX_CONTEXT_TOKENS, Span
 from specdec.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPosition, TokenIds
-
-#: Draft tokens of the rounds that scored tokens are walked by: acceptance further in matters little.
-SCORED_GAMMA = 8
 
 #: Spans shorter than this are not worth a call.
 LEAST_SPAN_TOKENS = 8
@@ -95,6 +92,10 @@ class RequestRoute:
                 best, least_s = other, rest / rate + prefill_s
         return best
 
+    def has(self, pool: str) -> bool:
+        """Whether a request may be routed to a pool now."""
+        return pool in self._routes.candidates()
+
     def leave(self, pool: str, *, for_good: bool) -> str:
         """The pool to go on with where the present one gives nothing: another one, where there is any.
 
@@ -159,7 +160,7 @@ class RequestRoute:
         self, rounds: dict[str, ExpectedRounds], p: Sequence[float], num_new: int | None, pool: str, score: Score
     ) -> None:
         self._routes.observe_times(pool, score, num_new)
-        rounds[pool] = expected_rounds(acceptance_of(score.q, p), SCORED_GAMMA)
+        rounds[pool] = expected_rounds(rounds_of(score, p))
 
     def _learn(self, rounds: dict[str, ExpectedRounds], context: int) -> None:
         self._routes.observe_span(self.request_class, rounds, context)

@@ -1,4 +1,4 @@
-"""A model's draft whose pool may change between two rounds: where another one pays, or where its own is gone.
+"""A draft whose pool may change between two rounds: where another one pays, or where its own is gone.
 
 Not here: which pool that is (`request_route`), the draft of one pool (`draft_source`). Made by `draft_kinds`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import DraftAnswer
-from coordinator.round.draft_source import ModelDrafts
+from coordinator.round.draft_source import AskedDrafts
 from coordinator.round.gamma import GammaChooser, RoundTimes
 from coordinator.round.request_route import RequestRoute
 from specdec.rpc.calls import WireCount
@@ -18,11 +18,14 @@ from specdec.rpc.calls import WireCount
 _OUTGROWN = "draft_context"
 _GONE = ("no_replica", "REPLICA_UNAVAILABLE", _OUTGROWN)
 
+#: Why a target that was asked to draft by itself did not: it lacks what it drafts from, or that kind of drafts.
+_NOT_DRAFTED = "not_drafted"
+
 
 class RoutedDrafts:
     """Implements `coordinator.round.draft_source.AskedDrafts`."""
 
-    def __init__(self, route: RequestRoute, replicas: SessionReplicas, drafts_of: Callable[[str], ModelDrafts]) -> None:
+    def __init__(self, route: RequestRoute, replicas: SessionReplicas, drafts_of: Callable[[str], AskedDrafts]) -> None:
         """
         Args:
             route: of the request.
@@ -44,7 +47,7 @@ class RoutedDrafts:
     async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
         """See `DraftSource`."""
         pool = self._replicas.draft_pool
-        if self._missing_cause in _GONE:
+        if self._missing_cause in _GONE or (self._missing_cause == _NOT_DRAFTED and not self._route.has(pool)):
             following = self._route.leave(pool, for_good=self._missing_cause == _OUTGROWN)
         else:
             following = self._route.next_pool(pool, limit)
@@ -59,8 +62,9 @@ class RoutedDrafts:
 
     def observe(self, draft: DraftAnswer, times: RoundTimes) -> None:
         """See `DraftSource`."""
+        self._missing_cause = draft.missing_cause
         self._drafts.observe(draft, times)
 
     @property
-    def _drafts(self) -> ModelDrafts:
+    def _drafts(self) -> AskedDrafts:
         return self._made[self._replicas.draft_pool]

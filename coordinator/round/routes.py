@@ -90,12 +90,12 @@ class Routes:
         return name
 
     def candidates(self) -> list[str]:
-        """Pools of draft models that a request may be routed to now."""
-        return self._pools.open_model_pools()
+        """Pools of draft models, and what targets draft with by themselves, that a request may be routed to now."""
+        return [*self._pools.open_model_pools(), *self._pools.local_pools]
 
     def scored(self) -> list[str]:
         """Those, and the shadows beside them: pools that are heard of every span."""
-        return self._pools.live_model_pools()
+        return [*self._pools.live_model_pools(), *self._pools.local_pools]
 
     def choose(self, request_class: str) -> str:
         """The pool of a request that begins now; "" where none lives."""
@@ -123,7 +123,10 @@ class Routes:
         return self._rate(pool, of_class if own is None else own, alpha if own is None else own.overall(alpha), context)
 
     def prefill_s(self, pool: str, num_tokens: int) -> float | None:
-        """Seconds that a pool's replica takes to run so many tokens; None while that is not known."""
+        """Seconds that a pool's replica takes to run so many tokens; None while that is not known. A target has run
+        them that drafts by itself."""
+        if pool in self._pools.local_pools:
+            return 0.0
         mean = self._prefill_s.get(pool)
         return None if mean is None else mean.value * num_tokens
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from specdec.types import SCORED_GAMMA, Score
+
 
 class ExpectedRounds(NamedTuple):
     """Expected numbers over a span of tokens."""
@@ -35,23 +37,42 @@ def acceptance_of(q: Sequence[float], p: Sequence[float]) -> list[float]:
     return [min(1.0, of_draft / max(of_target, 1e-12)) for of_draft, of_target in zip(q, p, strict=True)]
 
 
-def expected_rounds(acceptance: Sequence[float], gamma: int) -> ExpectedRounds:
-    """Walks rounds of `gamma` draft tokens over a span whose first token began a round.
+def rounds_of(score: Score, p: Sequence[float]) -> list[Sequence[float]]:
+    """Acceptance in the rounds of up to `SCORED_GAMMA` draft tokens that begin at each token of a span.
 
     Args:
-        acceptance: of each token of the span, given that it is tested.
-        gamma: at least 1.
+        score: of the span.
+        p: of each of its tokens.
     """
-    num_tokens = len(acceptance)
+    if not score.round_lengths:
+        acceptance = acceptance_of(score.q, p)
+        return [acceptance[start : start + SCORED_GAMMA] for start in range(len(p))]
+    rounds: list[Sequence[float]] = []
+    first = 0
+    for start, length in enumerate(score.round_lengths):
+        rounds.append(acceptance_of(score.q[first : first + length], p[start : start + length]))
+        first += length
+    return rounds
+
+
+def expected_rounds(rounds: Sequence[Sequence[float]]) -> ExpectedRounds:
+    """Walks rounds over a span whose first token began one.
+
+    Args:
+        rounds: of the round that begins at each token of the span, acceptance of each of its draft tokens, given that
+            it is tested; none where it would have had no draft.
+    """
+    num_tokens, gamma = len(rounds), max(map(len, rounds))
     begins = [0.0] * (num_tokens + gamma + 2)
     begins[0] = 1.0
     tested, accepted = [0.0] * gamma, [0.0] * gamma
-    for start in range(num_tokens):
+    for start, acceptance in enumerate(rounds):
         reach = begins[start]
-        for index, position in enumerate(range(start, min(start + gamma, num_tokens))):
+        for index, of_token in enumerate(acceptance):
             tested[index] += reach
-            accepted[index] += reach * acceptance[position]
-            begins[position + 1] += reach * (1.0 - acceptance[position])  # corrected there, and a new round after it
-            reach *= acceptance[position]
-        begins[start + gamma + 1] += reach  # all accepted, then a bonus token; beyond the span it counts for nothing
+            accepted[index] += reach * of_token
+            begins[start + index + 1] += reach * (1.0 - of_token)  # corrected there, and a new round after it
+            reach *= of_token
+        # All accepted, then a bonus token; beyond the span it counts for nothing.
+        begins[start + len(acceptance) + 1] += reach
     return ExpectedRounds(tuple(tested), tuple(accepted))

@@ -1,8 +1,8 @@
 """Spans of committed tokens on their way to the draft pools that did not draft them: in the background, or not at all.
 
-A queue of bounded length, one span at a time, one call a pool; a replica that is needed refuses, and then that pool
-goes without. No round ever waits for any of it. Not here: what a score says of a pool (`expected_rounds`), where spans
-come from and what is made of them (`coordinator.round.routes`).
+A queue of bounded length, one span at a time, one call a pool, to a draft replica or to a target that drafts by itself;
+a replica that is needed refuses, and then that pool goes without. No round ever waits for any of it. Not here: what a
+score says of a pool (`expected_rounds`), where spans come from and what is made of them (`coordinator.round.routes`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.replicas.replica import DraftReplica
+from coordinator.replicas.replica import Replica
 from specdec.errors import SpecdecError
 from specdec.types import Score, ScoreRequest
 
@@ -99,26 +100,28 @@ class ScoreQueue:
 
     async def _ask(self, span: Span, pool: str) -> bool:
         """Whether the pool need not be asked again."""
-        replica = _idlest(self._pools.drafts(pool))
+        local_pool = pool if pool in self._pools.local_pools else ""
+        drafting = self._pools.local_targets(pool) if local_pool else self._pools.drafts(pool)
+        replica = _idlest(drafting)
         if replica is None:
             return True
-        asked = span.request
+        asked = replace(span.request, local_pool=local_pool)
         if asked.position.committed_len + len(asked.token_ids) > replica_context(replica):
             return True
         try:
-            span.on_scored(pool, await replica.link.score(replace(asked)))
+            span.on_scored(pool, await replica.link.score(asked))
         except SpecdecError as error:
-            _log.debug("draft replica %s did not score: %s", replica.address, error)
+            _log.debug("%s replica %s did not score: %s", replica.role, replica.address, error)
             return error.reason != "REPLICA_BUSY"
         return True
 
 
-def replica_context(replica: DraftReplica) -> int:
+def replica_context(replica: Replica[Any]) -> int:
     """Tokens that it can hold."""
     return replica.info.max_context_tokens if replica.info else 0
 
 
-def _idlest(replicas: Collection[DraftReplica]) -> DraftReplica | None:
+def _idlest(replicas: Sequence[Replica[Any]]) -> Replica[Any] | None:
     """The live replica with the least to do."""
     live = [replica for replica in replicas if replica.takes_sessions]
     return min(live, key=lambda replica: replica.num_running, default=None)

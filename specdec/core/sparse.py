@@ -57,6 +57,14 @@ def draw_from_support(support: Support, key: DrawKey, index: int) -> int:
     return int(support.token_ids[index_at(support.weights, point)])
 
 
+def probability(token_id: int, support: Support) -> float:
+    """What a token is drawn from a support with, 0..1."""
+    entry = int(support.token_ids.searchsorted(token_id))
+    if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
+        return 0.0
+    return int(support.weights[entry]) / int(support.weights.sum(dtype=np.int64))
+
+
 def integer_weights(on_support: NDArray[np.float64], rest: float) -> NDArray[np.uint32]:
     """Masses on a support (float64 [S]) and outside it as uint32 [S + 1] that sum to exactly 2^31.
 

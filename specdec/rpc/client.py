@@ -180,6 +180,20 @@ class _Link(Generic[RequestT, ReplyT]):
         request = common_pb2.ReleaseRequest(session_ids=session_ids, tenant=tenant_on_wire(tenant))
         await self._unary("Release", request, common_pb2.ReleaseResponse)
 
+    async def score(self, request: ScoreRequest) -> Score:
+        """Asks what the draft would have drawn committed tokens with. Read-only, so it may be repeated.
+
+        Raises:
+            ResourceExhausted: the replica is needed by others (REPLICA_BUSY).
+            Unavailable: it cannot be reached, does not answer in time, or answers nonsense.
+            SpecdecError: what it answered.
+        """
+        answer = await self._unary("Score", codec.encode_score_request(request), common_pb2.ScoreResponse)
+        try:
+            return codec.decode_score(answer, len(request.token_ids))
+        except ValueError as error:
+            raise Unavailable(f"{self.address}: the replica answered Score with what is no score: {error}") from error
+
     async def _unary(self, method: str, request: Message, answer_type: type[Message]) -> Any:
         service = self._stream_method.rpartition("/")[0]
         # Without serializers: gRPC logs a traceback of what it cannot read, and answers None.
@@ -239,20 +253,6 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
             SpecdecError: what the replica answered (KvMiss, StaleEpoch, ResourceExhausted, InvalidRequest, ...).
         """
         return await self._ask(request, wire, model=model, patience=patience)
-
-    async def score(self, request: ScoreRequest) -> Score:
-        """Asks what the draft would have drawn committed tokens with. Read-only, so it may be repeated.
-
-        Raises:
-            ResourceExhausted: the replica drafts for others (REPLICA_BUSY).
-            Unavailable: it cannot be reached, does not answer in time, or answers nonsense.
-            SpecdecError: what it answered.
-        """
-        answer = await self._unary("Score", codec.encode_score_request(request), draft_pb2.ScoreResponse)
-        try:
-            return codec.decode_score(answer, len(request.token_ids))
-        except ValueError as error:
-            raise Unavailable(f"{self.address}: the replica answered Score with what is no score: {error}") from error
 
     def _replies_of(self, frame: bytes) -> Sequence[draft_pb2.Proposal]:
         return draft_pb2.ProposalFrame.FromString(frame).proposals

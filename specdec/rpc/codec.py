@@ -52,14 +52,14 @@ def decode_propose_request(message: draft_pb2.ProposeRequest, limits: EngineInfo
     return ProposeRequest(position=round_, gamma=message.gamma)
 
 
-def encode_score_request(request: ScoreRequest) -> draft_pb2.ScoreRequest:
+def encode_score_request(request: ScoreRequest) -> common_pb2.ScoreRequest:
     """A message of its own."""
-    message = draft_pb2.ScoreRequest(token_ids=request.token_ids.tolist())
+    message = common_pb2.ScoreRequest(token_ids=request.token_ids.tolist(), local_pool=request.local_pool)
     encode_round(request.position, message.round)
     return message
 
 
-def decode_score_request(message: draft_pb2.ScoreRequest, limits: EngineInfo) -> ScoreRequest:
+def decode_score_request(message: common_pb2.ScoreRequest, limits: EngineInfo) -> ScoreRequest:
     """Reads it and checks it against the replica's vocabulary; its engine checks the rest.
 
     Raises:
@@ -67,22 +67,30 @@ def decode_score_request(message: draft_pb2.ScoreRequest, limits: EngineInfo) ->
     """
     num_scored = len(message.token_ids)
     require(num_scored <= MAX_SCORED_TOKENS, "token_ids", f"holds {num_scored}; the limit is {MAX_SCORED_TOKENS}")
-    return ScoreRequest(decode_round(message.round, limits), token_ids(message.token_ids))
+    return ScoreRequest(decode_round(message.round, limits), token_ids(message.token_ids), message.local_pool)
 
 
-def encode_score(score: Score) -> draft_pb2.ScoreResponse:
+def encode_score(score: Score) -> common_pb2.ScoreResponse:
     """The answer to one."""
-    return draft_pb2.ScoreResponse(
-        q=to_bytes([np.array(score.q)], "<f4"), forward_s=score.forward_s, step_s=score.step_s
+    return common_pb2.ScoreResponse(
+        q=to_bytes([np.array(score.q)], "<f4"),
+        forward_s=score.forward_s,
+        step_s=score.step_s,
+        round_lengths=score.round_lengths,
     )
 
 
-def decode_score(message: draft_pb2.ScoreResponse, num_scored: int) -> Score:
+def decode_score(message: common_pb2.ScoreResponse, num_scored: int) -> Score:
     """The inverse. Raises ValueError: it does not answer a request for so many tokens."""
-    q = from_bytes(message.q, "<f4", num_scored, "q")
+    lengths = tuple(message.round_lengths)
+    if lengths and (
+        len(lengths) != num_scored or any(length > num_scored - start for start, length in enumerate(lengths))
+    ):
+        raise ValueError("rounds that do not fit the scored tokens")
+    q = from_bytes(message.q, "<f4", sum(lengths) if lengths else num_scored, "q")
     if not (np.all((q >= 0.0) & (q <= 1.0)) and 0.0 <= message.step_s < inf and 0.0 <= message.forward_s < inf):
         raise ValueError("q outside 0..1, or a time that is none")
-    return Score(tuple(q.tolist()), forward_s=message.forward_s, step_s=message.step_s)
+    return Score(tuple(q.tolist()), message.forward_s, message.step_s, lengths)
 
 
 def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:

@@ -1,4 +1,4 @@
-"""What the draft and the target servicer have in common: streams, release, identity, drain, metrics.
+"""What the draft and the target servicer have in common: streams, scores, release, identity, drain, metrics.
 
 A round's item comes here from a frame (`specdec.rpc.frames`), goes through the service's own `servicer` into its engine
 (`specdec.engines`), a proposer or a verifier, and the reply the same way back.
@@ -86,6 +86,9 @@ class ReplicaServicer:
             [session_on_replica(tenant, session_id, field="session_ids") for session_id in request.session_ids]
         )
         return common_pb2.ReleaseResponse()
+
+    async def Score(self, request: common_pb2.ScoreRequest, context: Any) -> common_pb2.ScoreResponse:  # noqa: N802
+        return codec.encode_score(await self._served.score(codec.decode_score_request(request, self._limits)))
 
     async def GetEngineInfo(self, request: common_pb2.GetEngineInfoRequest, context: Any) -> common_pb2.EngineInfo:  # noqa: N802
         if self._served.is_stalled:

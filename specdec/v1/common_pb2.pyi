@@ -164,3 +164,25 @@ class EngineInfo(_message.Message):
     num_steps: int
     step_limit_s: float
     def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ..., local_drafts: _Optional[_Iterable[str]] = ..., shadow: bool = ..., local_gammas: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., step_limit_s: _Optional[float] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("round", "token_ids", "local_pool")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_POOL_FIELD_NUMBER: _ClassVar[int]
+    round: Round
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    local_pool: str
+    def __init__(self, round: _Optional[_Union[Round, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., local_pool: _Optional[str] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("q", "forward_s", "step_s", "round_lengths")
+    Q_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    q: bytes
+    forward_s: float
+    step_s: float
+    round_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, q: _Optional[bytes] = ..., forward_s: _Optional[float] = ..., step_s: _Optional[float] = ..., round_lengths: _Optional[_Iterable[int]] = ...) -> None: ...

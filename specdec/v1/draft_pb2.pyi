@@ -50,21 +50,3 @@ class Proposal(_message.Message):
     num_cached_tokens: int
     forward_s: float
     def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., weights: _Optional[bytes] = ..., lost_mass: _Optional[_Iterable[float]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ...) -> None: ...
-
-class ScoreRequest(_message.Message):
-    __slots__ = ("round", "token_ids")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    round: _common_pb2.Round
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[_Union[_common_pb2.Round, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ScoreResponse(_message.Message):
-    __slots__ = ("q", "forward_s", "step_s")
-    Q_FIELD_NUMBER: _ClassVar[int]
-    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
-    q: bytes
-    forward_s: float
-    step_s: float
-    def __init__(self, q: _Optional[bytes] = ..., forward_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...

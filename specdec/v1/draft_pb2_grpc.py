@@ -43,8 +43,8 @@ class DraftServiceStub(object):
                 _registered_method=True)
         self.Score = channel.unary_unary(
                 '/specdec.v1.DraftService/Score',
-                request_serializer=specdec_dot_v1_dot_draft__pb2.ScoreRequest.SerializeToString,
-                response_deserializer=specdec_dot_v1_dot_draft__pb2.ScoreResponse.FromString,
+                request_serializer=specdec_dot_v1_dot_common__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_common__pb2.ScoreResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/specdec.v1.DraftService/Release',
@@ -103,8 +103,8 @@ def add_DraftServiceServicer_to_server(servicer, server):
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
-                    request_deserializer=specdec_dot_v1_dot_draft__pb2.ScoreRequest.FromString,
-                    response_serializer=specdec_dot_v1_dot_draft__pb2.ScoreResponse.SerializeToString,
+                    request_deserializer=specdec_dot_v1_dot_common__pb2.ScoreRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_common__pb2.ScoreResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -170,8 +170,8 @@ class DraftService(object):
             request,
             target,
             '/specdec.v1.DraftService/Score',
-            specdec_dot_v1_dot_draft__pb2.ScoreRequest.SerializeToString,
-            specdec_dot_v1_dot_draft__pb2.ScoreResponse.FromString,
+            specdec_dot_v1_dot_common__pb2.ScoreRequest.SerializeToString,
+            specdec_dot_v1_dot_common__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class TargetServiceStub(object):
                 request_serializer=specdec_dot_v1_dot_target__pb2.VerifyFrame.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_target__pb2.VerificationFrame.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/specdec.v1.TargetService/Score',
+                request_serializer=specdec_dot_v1_dot_common__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_common__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/specdec.v1.TargetService/Release',
                 request_serializer=specdec_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
@@ -61,6 +66,14 @@ class TargetServiceServicer(object):
         """One long-lived stream per coordinator. Each frame carries items of many sessions; replies come back in any
         order, matched by call_id. Cancelling the stream abandons what is in flight; nothing else is lost.
         Its metadata names the model that is meant: another one refuses the stream unread (docs/protocol.md section 5).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """What a local draft would have made of committed tokens that another one drafted (docs/protocol.md section 9). In
+        the background: RESOURCE_EXHAUSTED (REPLICA_BUSY) while anybody is served. Read-only: no session's KV changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,6 +100,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=specdec_dot_v1_dot_target__pb2.VerifyFrame.FromString,
                     response_serializer=specdec_dot_v1_dot_target__pb2.VerificationFrame.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=specdec_dot_v1_dot_common__pb2.ScoreRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_common__pb2.ScoreResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -127,6 +145,33 @@ class TargetService(object):
             '/specdec.v1.TargetService/Verify',
             specdec_dot_v1_dot_target__pb2.VerifyFrame.SerializeToString,
             specdec_dot_v1_dot_target__pb2.VerificationFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.TargetService/Score',
+            specdec_dot_v1_dot_common__pb2.ScoreRequest.SerializeToString,
+            specdec_dot_v1_dot_common__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

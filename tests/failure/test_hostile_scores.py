@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from specdec.rpc.status import from_rpc_error
-from specdec.v1 import common_pb2, draft_pb2, target_pb2
+from specdec.v1 import common_pb2, target_pb2
 from specdec.v1 import coordinator_pb2 as pb
 from tests.failure.test_hostile_messages import VERIFY, ask
 from tests.support.coordinator_rig import request, started_coordinator
@@ -26,37 +26,37 @@ def a_round(num_tokens: int = 3, **fields: Any) -> common_pb2.Round:
 
 
 SCORES = {
-    "nothing": (draft_pb2.ScoreRequest(), "round.session_id"),
-    "no tokens to score": (draft_pb2.ScoreRequest(round=a_round()), "token_ids"),
-    "too many tokens": (draft_pb2.ScoreRequest(round=a_round(), token_ids=[5] * 65), "token_ids"),
-    "far too many tokens": (draft_pb2.ScoreRequest(round=a_round(), token_ids=[5] * 1_000_000), "token_ids"),
-    "a token that does not exist": (draft_pb2.ScoreRequest(round=a_round(), token_ids=[24]), "token_ids"),
-    "the largest token": (draft_pb2.ScoreRequest(round=a_round(), token_ids=[5, 2**32 - 1]), "token_ids"),
+    "nothing": (common_pb2.ScoreRequest(), "round.session_id"),
+    "no tokens to score": (common_pb2.ScoreRequest(round=a_round()), "token_ids"),
+    "too many tokens": (common_pb2.ScoreRequest(round=a_round(), token_ids=[5] * 65), "token_ids"),
+    "far too many tokens": (common_pb2.ScoreRequest(round=a_round(), token_ids=[5] * 1_000_000), "token_ids"),
+    "a token that does not exist": (common_pb2.ScoreRequest(round=a_round(), token_ids=[24]), "token_ids"),
+    "the largest token": (common_pb2.ScoreRequest(round=a_round(), token_ids=[5, 2**32 - 1]), "token_ids"),
     "after a token that does not exist": (
-        draft_pb2.ScoreRequest(round=a_round(token_ids=[24]), token_ids=[5]),
+        common_pb2.ScoreRequest(round=a_round(token_ids=[24]), token_ids=[5]),
         "round.token_ids",
     ),
-    "after no token": (draft_pb2.ScoreRequest(round=a_round(0), token_ids=[5]), "round.token_ids"),
-    "beyond the context": (draft_pb2.ScoreRequest(round=a_round(500), token_ids=[5] * 64), "round.token_ids"),
+    "after no token": (common_pb2.ScoreRequest(round=a_round(0), token_ids=[5]), "round.token_ids"),
+    "beyond the context": (common_pb2.ScoreRequest(round=a_round(500), token_ids=[5] * 64), "round.token_ids"),
     "from the middle on": (
-        draft_pb2.ScoreRequest(round=a_round(start=3, prefix_hash=b"." * 16), token_ids=[5]),
+        common_pb2.ScoreRequest(round=a_round(start=3, prefix_hash=b"." * 16), token_ids=[5]),
         "round.start",
     ),
     "from nowhere on": (
-        draft_pb2.ScoreRequest(round=a_round(start=2**32 - 1, prefix_hash=b"." * 16), token_ids=[5]),
+        common_pb2.ScoreRequest(round=a_round(start=2**32 - 1, prefix_hash=b"." * 16), token_ids=[5]),
         "round.start",
     ),
     "an output from beyond the end on": (
-        draft_pb2.ScoreRequest(round=a_round(output_start=4), token_ids=[5]),
+        common_pb2.ScoreRequest(round=a_round(output_start=4), token_ids=[5]),
         "round.output_start",
     ),
-    "no draw rule": (draft_pb2.ScoreRequest(round=a_round(draw_rule=7), token_ids=[5]), "round.draw_rule"),
+    "no draw rule": (common_pb2.ScoreRequest(round=a_round(draw_rule=7), token_ids=[5]), "round.draw_rule"),
     "another's session": (
-        draft_pb2.ScoreRequest(round=a_round(session_id="{score-0}"), token_ids=[5]),
+        common_pb2.ScoreRequest(round=a_round(session_id="{score-0}"), token_ids=[5]),
         "round.session_id",
     ),
     "no temperature": (
-        draft_pb2.ScoreRequest(round=a_round(law=common_pb2.LawParams(temperature=float("nan"))), token_ids=[5]),
+        common_pb2.ScoreRequest(round=a_round(law=common_pb2.LawParams(temperature=float("nan"))), token_ids=[5]),
         "round.law.temperature",
     ),
 }
@@ -78,7 +78,7 @@ async def test_a_span_that_cannot_be_scored_is_refused_by_name_and_leaves_nothin
 
 
 async def test_a_flood_of_spans_costs_a_stream_no_token_and_leaves_nothing() -> None:
-    asked = draft_pb2.ScoreRequest(round=a_round(400), token_ids=[5] * 64).SerializeToString()
+    asked = common_pb2.ScoreRequest(round=a_round(400), token_ids=[5] * 64).SerializeToString()
     async with started_coordinator() as (rig, coordinator):
         alone = await coordinator.generate(request(max_new_tokens=60, temperature=1.0, seed=7))
         await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=alone.started.session_id))

@@ -10,8 +10,10 @@ import pytest
 
 from coordinator.routing.classes import MAX_CLASSES
 from specdec.rpc.status import from_rpc_error
+from specdec.types import SCORED_GAMMA
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, Service, read_rest, request, start_service
+from tests.support.table_worker import TableWorker
 
 LEFT = (5, 6, 7, 8)
 
@@ -247,3 +249,77 @@ async def test_a_promoted_shadow_gets_its_share_of_the_sessions() -> None:
         assert coordinator.canary is not None
         session = next(name for name in map(str, range(2000)) if coordinator.canary.pool_of(name))
         assert (await ask(coordinator, session_id=session, gamma=3))[1] == {"a_new"}
+
+
+# ---- what targets draft with by themselves -----------------------------------------------------------------------
+
+
+def rounds_by_hand(prompt: tuple[int, ...], text: list[int], salt: int) -> tuple[int, int]:
+    """Draft tokens tested and accepted in the rounds of eight that a greedy draft would have had over a text."""
+    draft, start, num_tested, num_accepted = TableWorker(salt=salt), 0, 0, 0
+    while start < len(text):
+        missing = text[start : start + SCORED_GAMMA]
+        drafted = draft.greedy_continuation([*prompt, *text[:start]], len(missing))
+        is_right = [ours == theirs for ours, theirs in zip(drafted, missing, strict=True)]
+        right = [*is_right, False].index(False)
+        num_tested += min(right + 1, len(missing))
+        num_accepted += right
+        start += right + 1
+    return num_tested, num_accepted
+
+
+async def test_a_targets_own_drafts_are_scored_as_the_rounds_that_they_would_have_had() -> None:
+    async with Rig(drafts=0, local_drafts={"early-exit": 2, "all": 0}) as rig:
+        await add_drafts(rig, model=LEFT[0])
+        coordinator = await rig.coordinator(routes=True)
+        output, pools = await ask(coordinator, task="left", gamma=3)
+        assert pools == {"model"}
+        num_tested, num_accepted = rounds_by_hand(LEFT, output.token_ids, salt=2)
+        routes = await routes_of(coordinator)
+        (name,) = routes["early-exit"]
+        assert routes["early-exit"][name].num_tested == pytest.approx(num_tested)
+        assert routes["early-exit"][name].alpha == pytest.approx(num_accepted / num_tested)
+        assert 0.0 < num_accepted / num_tested < 0.9
+        assert routes["all"][name].alpha == pytest.approx(1.0)
+        assert rig.target.engine.info().num_sessions == 0
+        rig.target.engine.check_integrity()
+
+
+async def test_requests_go_to_what_the_target_drafts_with_where_that_makes_more_and_its_tokens_are_the_same() -> None:
+    async with Rig(drafts=0, local_drafts={"all": 0}) as rig:
+        await add_drafts(rig, model=None)
+        coordinator = await rig.coordinator(routes=True)
+        expected = rig.target.worker.greedy_continuation(LEFT, 40)
+        seen: list[set[str]] = []
+        while len(seen) < 60 and seen[-2:] != [{"all"}, {"all"}]:
+            output, pools = await ask(coordinator, task="left", gamma=4)
+            assert output.token_ids == expected
+            seen.append(pools)
+        assert seen[-2:] == [{"all"}, {"all"}], seen
+        assert seen[0] <= {"model"}
+
+
+async def test_where_targets_alone_draft_they_are_routed_to_and_compared() -> None:
+    async with Rig(drafts=0, local_drafts={"early-exit": 1, "all": 0}) as rig:
+        coordinator = await rig.coordinator(routes=True)
+        seen: list[set[str]] = []
+        while len(seen) < 60 and seen[-2:] != [{"all"}, {"all"}]:
+            seen.append((await ask(coordinator, task="left", gamma=4))[1])
+        assert seen[0] <= {"early-exit"}
+        assert seen[-2:] == [{"all"}, {"all"}], seen
+
+
+async def test_a_session_leaves_a_targets_own_drafts_where_no_target_has_them_any_more() -> None:
+    async with Rig(targets=0, drafts=0) as rig:
+        rig.services = [await start_service("target", salt=0, local_drafts={"all": 0})]
+        await add_drafts(rig, model=None)
+        rig.services.append(await start_service("target", salt=0))
+        coordinator = await rig.coordinator(routes=True)
+        while (await ask(coordinator, task="left", gamma=4))[1] != {"all"}:
+            pass
+        await rig.services[0].kill()
+        for _ in range(2):
+            output, pools = await ask(coordinator, task="left", gamma=4)
+            assert output.token_ids == rig.services[-1].worker.greedy_continuation(LEFT, 40)
+            assert pools == {"model"}
+            await coordinator.pools.poll()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from specdec.core.random import DrawKey, Stream, index_at_uniform
-from specdec.core.sparse import draw_from_support
+from specdec.core.sparse import draw_from_support, probability
 from specdec.engine.logits.filters import (
     FilterContext,
     filtered_distributions,
@@ -29,7 +29,7 @@ from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supp
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
-from specdec.types import Proposal, SamplingFilters, Support
+from specdec.types import Proposal, SamplingFilters, ScoreRequest, Support
 
 
 @dataclass(slots=True)
@@ -41,6 +41,8 @@ class Draft:
     lost_mass: list[float] = field(default_factory=list)
     likeliest: list[list[int]] = field(default_factory=list)
     """The likeliest tokens at each position, best first, the drawn one perhaps among them."""
+    q: list[float] = field(default_factory=list)
+    """Of tokens that are scored instead of drawn: what each would have been drawn with."""
 
     def cut(self, num_draft_tokens: int) -> None:
         """Keeps the first tokens only."""
@@ -53,6 +55,31 @@ class Draft:
         Stopping after an end token is exact: it is decided by the tokens already drawn.
         """
         return len(self.token_ids) >= gamma or self.token_ids[-1] in filters.end_token_ids
+
+    def score(self, drawn_id: int, scored_id: int) -> None:
+        """Goes on with a token that was committed, in place of the drawn one."""
+        q = probability(scored_id, self.supports[-1]) if self.supports else float(drawn_id == scored_id)
+        self.q.append(q)
+        self.token_ids.append(scored_id)
+
+    def score_text(self, drawn_ids: Sequence[int], scored_ids: Sequence[int]) -> None:
+        """Goes on with committed tokens in place of point masses, up to the first that is another one; where none were
+        drawn the next token could not have been one of the draft's.
+
+        Args:
+            drawn_ids: the point masses.
+            scored_ids: all tokens that are scored, those before included.
+        """
+        missing = scored_ids[len(self.token_ids) :]
+        for drawn_id, scored_id in zip(drawn_ids or [-1], missing, strict=False):
+            self.token_ids.append(scored_id)
+            self.q.append(float(drawn_id == scored_id))
+            if drawn_id != scored_id:
+                break
+
+    def is_scored(self, asked: ScoreRequest) -> bool:
+        """Whether all tokens are scored that a round would have tested."""
+        return self.q[-1] == 0.0 or self.is_complete(len(asked.token_ids), asked.position.filters)
 
     def proposal(self, *, kv_len: int, num_cached_tokens: int, forward_s: float) -> Proposal:
         """The answer that it makes; the arguments as in `Proposal`."""
@@ -94,7 +121,7 @@ class Drawing:
         """Draws one token a job from its row of `logits` and adds it to the draft in `job.progress`.
 
         Args:
-            jobs: of rounds that draft.
+            jobs: of rounds that draft, or whose tokens are scored as if they did.
             logits: a row a job.
             is_noted: whether the drafts note the likeliest tokens.
         """
@@ -104,7 +131,11 @@ class Drawing:
                 job.progress = job.progress or Draft()
             token_ids = self._draw[kind](drawn_by, logits.select(rows), num_likeliest)
             for job, token_id in zip(drawn_by, token_ids, strict=True):
-                job.progress.token_ids.append(token_id)
+                draft, request = job.progress, job.call.request
+                if isinstance(request, ScoreRequest):
+                    draft.score(token_id, int(request.token_ids[len(draft.token_ids)]))
+                else:
+                    draft.token_ids.append(token_id)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
         """The tokens that the target is likeliest to put after each job's last draft token, best first.

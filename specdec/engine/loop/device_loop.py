@@ -160,7 +160,7 @@ class EngineLoop:
             self._inbox.post(abandon, even_closed=True)
             raise
         finally:
-            if call.yields:
+            if call.yields and not call.keeps_session:
                 self._inbox.post(functools.partial(self._calls.release, call.position.session_id), even_closed=True)
 
     async def release(self, session_ids: list[str]) -> None:

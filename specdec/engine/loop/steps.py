@@ -69,7 +69,7 @@ class StepRunner:
     def run(self, awaited: AwaitedSessions) -> list[Job]:
         """Runs one step of the running calls; returns those that took part, with or without an answer now.
 
-        Where some of them draft it is a draft step, which nobody is answered after.
+        Where some of them draft it is a draft step, after which only what is scored may have its answer.
 
         Args:
             awaited: sessions that may call while the step runs.
@@ -79,7 +79,7 @@ class StepRunner:
         """
         if drafting := self._drafts.choose(self._calls.running):
             self._drafts.run(drafting)
-            return []
+            return drafting
         began_s = self._clock()
         running = [job for job in self._calls.running if not job.local_draft]
         # Whoever comes while a yielding call runs must find a short step: it counts as somebody who is expected.

@@ -44,6 +44,8 @@ class Call:
     """The most tokens that can need KV before the job finishes."""
     yields: bool = False
     """Nobody waits for it: it ends where another call comes, and its session with it."""
+    keeps_session: bool = False
+    """Of one that yields: its session is left to the next one, until somebody releases it."""
     local_draft: str = ""
     """What the worker is to draft with before the tokens run, one of `ModelShape.local_drafts`; "": nothing."""
 

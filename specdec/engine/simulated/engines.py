@@ -21,6 +21,7 @@ import numpy as np
 
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
+from specdec.core.sparse import probability
 from specdec.engine.sessions.answer_count import AnswerCount
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
@@ -28,7 +29,7 @@ from specdec.engine.simulated.device import Branches, ForwardTime
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
-from specdec.errors import InvalidRequest, ResourceExhausted
+from specdec.errors import InvalidRequest, ResourceExhausted, Unsupported
 from specdec.types import (
     DistributionRow,
     Proposal,
@@ -36,7 +37,6 @@ from specdec.types import (
     Score,
     ScoreRequest,
     SessionPosition,
-    Support,
     Verification,
     VerifyRequest,
 )
@@ -89,7 +89,7 @@ class SimulatedDraft(SimulatedReplica):
             raise ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
         text, scored = SimulatedText(self._pair.text, asked), enumerate(request.token_ids.tolist(), asked.committed_len)
         if asked.carries_distributions:
-            q = [_mass(token_id, text.support(position)) for position, token_id in scored]
+            q = [probability(token_id, text.support(position)) for position, token_id in scored]
         else:
             q = [float(text.draft_choice(position) == token_id) for position, token_id in scored]
         num_tokens = asked.committed_len + len(request.token_ids) - 1
@@ -161,6 +161,10 @@ class SimulatedTarget(SimulatedReplica):
         )
         return verification
 
+    async def score(self, request: ScoreRequest) -> Score:
+        """Raises Unsupported: it drafts nothing by itself."""
+        raise Unsupported("a simulated target drafts nothing by itself")
+
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         request, num_rows = cast(VerifyRequest, job.call.request), job.call.num_logit_rows
         text = SimulatedText(self._pair.text, request.position)
@@ -178,11 +182,6 @@ class SimulatedTarget(SimulatedReplica):
             "num_others": others.num_rounds,
             "num_other_rows": others.num_rows,
         }
-
-
-def _mass(token_id: int, support: Support) -> float:
-    weights = support.weights[support.token_ids == token_id]
-    return float(weights.sum()) / float(support.weights.sum(dtype=np.float64))
 
 
 def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cached_tokens: int) -> Proposal:

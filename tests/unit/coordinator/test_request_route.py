@@ -20,7 +20,7 @@ from coordinator.round.routes import Routes
 from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
-from coordinator.routing.expected_rounds import expected_rounds
+from coordinator.routing.expected_rounds import expected_rounds, rounds_of
 from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, Span
 from specdec.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest, Verification
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
@@ -112,7 +112,7 @@ async def break_even(coordinator: Coordinator) -> float:
     """Seconds of prefill a token at which another pool is as good as worth leaving for, after one span."""
     request = Request(coordinator, 1.0, records())
     request.run(SPAN + 1)
-    scored = expected_rounds([Q["b"]] * SPAN, 8)
+    scored = expected_rounds(rounds_of(Score((Q["b"],) * SPAN, forward_s=0.0), [1.0] * SPAN))
     here_s = request.seconds_of("a", [float(SPAN)], [0.0])
     there_s = request.seconds_of("b", scored.tested, scored.accepted)
     rest = len(request.tokens) - PROMPT

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from coordinator.routing.classes import class_of, kind_of
-from coordinator.routing.expected_rounds import acceptance_of, expected_rounds
+from coordinator.routing.expected_rounds import ExpectedRounds, acceptance_of, expected_rounds, rounds_of
 from coordinator.routing.hedge import Hedge
-from specdec.types import Mode, SamplingFilters
+from specdec.types import Mode, SamplingFilters, Score
 
 V, GAMMA, LENGTH = 3, 2, 4
 Model = Callable[[tuple[int, ...]], np.ndarray]
+OfIndex = Callable[[np.ndarray, int], np.ndarray]
 
 
 def table_model(seed: int) -> Model:
@@ -26,11 +27,11 @@ def table_model(seed: int) -> Model:
     return after
 
 
-def enumerated_rounds(p: Model, q: Model) -> np.ndarray:
+def enumerated_rounds(p: Model, q: Model, of_index: OfIndex = lambda row, index: row) -> np.ndarray:
     """Draft tokens tested and accepted, expected over all runs of token-wise rejection itself: [2, GAMMA].
 
     Drafts are drawn from q and kept with min(1, p/q), corrected ones from the residual, bonus ones from p. Positions
-    beyond LENGTH count for nothing.
+    beyond LENGTH count for nothing. `of_index`: what q becomes at an index of the round.
     """
     counts = np.zeros((2, GAMMA))
 
@@ -46,7 +47,7 @@ def enumerated_rounds(p: Model, q: Model) -> np.ndarray:
             for token_id in range(V):
                 begin((*prefix, token_id), weight * of_target[token_id])
             return
-        of_draft = q(prefix)
+        of_draft = of_index(q(prefix), index)
         kept = np.minimum(of_target, of_draft)
         counts[0, index] += weight
         counts[1, index] += weight * kept.sum()
@@ -70,7 +71,8 @@ def scored_rounds(p: Model, q: Model, *, shift: int = 0, swapped: bool = False) 
         of_draft = [float(q(prefix)[token_id]) for prefix, token_id in zip(prefixes, tokens, strict=True)]
         of_draft = of_draft[shift:] + of_draft[:shift]
         asked = (of_target, of_draft) if swapped else (of_draft, of_target)
-        rounds = expected_rounds(acceptance_of(*asked), GAMMA)
+        acceptance = acceptance_of(*asked)
+        rounds = expected_rounds([acceptance[start : start + GAMMA] for start in range(LENGTH)])
         counts += np.prod(of_target) * np.array([rounds.tested, rounds.accepted])
     return counts
 
@@ -79,6 +81,38 @@ def scored_rounds(p: Model, q: Model, *, shift: int = 0, swapped: bool = False) 
 def test_scores_of_committed_tokens_expect_exactly_the_rounds_that_the_draft_itself_would_have(seed: int) -> None:
     p, q = table_model(seed), table_model(100 + seed)
     assert scored_rounds(p, q) == pytest.approx(enumerated_rounds(p, q), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_of_a_draft_that_depends_on_where_its_round_began_are_told_round_by_round(seed: int) -> None:
+    """As a head's: at each index of a round it knows less."""
+    p, q = table_model(seed), table_model(100 + seed)
+
+    def fading(row: np.ndarray, index: int) -> np.ndarray:
+        return row / (1 + index) + index / (1 + index) / V
+
+    counts = np.zeros((2, GAMMA))
+    for tokens in itertools.product(range(V), repeat=LENGTH):
+        of_target = [float(p(tokens[:index])[token_id]) for index, token_id in enumerate(tokens)]
+        rows = [
+            [
+                float(fading(q(tokens[: start + index]), index)[token_id])
+                for index, token_id in enumerate(tokens[start : start + GAMMA])
+            ]
+            for start in range(LENGTH)
+        ]
+        score = Score(tuple(itertools.chain(*rows)), 0.0, 0.0, tuple(map(len, rows)))
+        rounds = expected_rounds(rounds_of(score, of_target))
+        counts += np.prod(of_target) * np.array([rounds.tested, rounds.accepted])
+    assert counts == pytest.approx(enumerated_rounds(p, q, fading), abs=1e-12)
+    assert np.abs(counts - enumerated_rounds(p, q)).max() > 0.01
+
+
+def test_a_place_where_a_draft_would_have_had_nothing_is_a_round_of_one_token() -> None:
+    # The first round has no draft; the second names one token of two, and is right; then a bonus token.
+    rounds = expected_rounds([[], [1.0], [0.0, 1.0], [0.5]])
+    assert rounds == ExpectedRounds((2.0, 0.0), (1.5, 0.0))
+    assert expected_rounds([[], []]) == ExpectedRounds((), ())
 
 
 @pytest.mark.parametrize("fault", [{"swapped": True}, {"shift": 1}], ids=["p and q swapped", "one position off"])
