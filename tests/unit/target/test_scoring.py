@@ -1,0 +1,267 @@
+"""Scores of local drafts: what each would have drafted in the round that begins at each committed token, at nobody's
+cost. Compared with what the same verifier really drafts there, for early exits and heads alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.core.sparse import probability
+from specdec.engine.base import Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
+from specdec.errors import InvalidRequest, ResourceExhausted
+from specdec.local_drafts import LocalDraftSpec
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc.client import TargetLink
+from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.types import (
+    SCORED_GAMMA,
+    DrawRule,
+    LocalDraft,
+    Proposal,
+    SamplingFilters,
+    Score,
+    ScoreRequest,
+    VerifyRequest,
+)
+from target_service.servicer import TargetServicer
+from target_service.verifier import Verifier
+from tests.support.head_checkpoints import (
+    as_speculators,
+    eagle3_config,
+    eagle3_tensors,
+    medusa_tensors,
+    write_eagle3,
+    write_medusa,
+)
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
+from tests.support.tiny_models import build_tiny_model
+
+VOCABULARY, WIDTH = 24, 64
+NUM_MEDUSA = 3
+POOLS = ("early-exit", "eagle3", "medusa")
+NO_TOKENS = np.empty(0, dtype=np.uint32)
+
+GREEDY = SamplingFilters(temperature=0.0)
+SAMPLED = SamplingFilters(temperature=0.8, top_k=9, top_p=0.95, repetition_penalty=1.1)
+LAWS = [
+    (GREEDY, DrawRule.DISTRIBUTION),
+    (SAMPLED, DrawRule.DISTRIBUTION),
+    (SAMPLED, DrawRule.COUPLED),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of few tokens, and heads of random weights: they are right now and then."""
+    folder = tmp_path_factory.mktemp("heads")
+    build_tiny_model("llama", folder / "target", vocabulary_size=VOCABULARY, num_layers=4)
+    config = eagle3_config(WIDTH, VOCABULARY, VOCABULARY - 4)
+    write_eagle3(folder / "eagle3", as_speculators(config, [1, 3, 4]), eagle3_tensors(config))
+    write_medusa(folder / "medusa", medusa_tensors(WIDTH, VOCABULARY, num_heads=NUM_MEDUSA))
+    return folder
+
+
+def load(folder: Path, backend: str) -> Worker:
+    heads = [LocalDraftSpec(kind, kind, path=str(folder / kind)) for kind in ("eagle3", "medusa")]
+    return load_worker(
+        str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64, num_threads=1,
+        compiling=CompileOptions(backend), local_drafts=(LocalDraftSpec("early-exit", "early-exit", 3), *heads),
+    )  # fmt: skip
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["native", "eager"])
+async def verifier(request: pytest.FixtureRequest, folder: Path, clock: Clock) -> AsyncIterator[Verifier]:
+    verifier = Verifier(load(folder, request.param), clock=clock)
+    yield verifier
+    verifier.check_integrity()
+    await verifier.close()
+
+
+def asked_to_score(tokens: Sequence[int], num_scored: int, pool: str, **position: object) -> ScoreRequest:
+    asked = make_round(tokens[:-num_scored], **position)  # type: ignore[arg-type]
+    return ScoreRequest(asked, np.array(tokens[-num_scored:], dtype=np.uint32), pool)
+
+
+async def drafted(verifier: Verifier, tokens: Sequence[int], pool: str, **position: object) -> Proposal:
+    """What a round after these tokens really drafts."""
+    round_id = len(tokens)
+    begun = make_round(tokens[:-1], round_id=2 * round_id, **position)  # type: ignore[arg-type]
+    await verifier.verify(VerifyRequest(begun, NO_TOKENS, ()))
+    asked = make_round(tokens, round_id=2 * round_id + 1, **position)  # type: ignore[arg-type]
+    answer = await verifier.verify(VerifyRequest(asked, NO_TOKENS, (), local_draft=LocalDraft(pool, SCORED_GAMMA)))
+    assert answer.drafted is not None
+    return answer.drafted
+
+
+def rounds_in(score: Score) -> list[tuple[float, ...]]:
+    ends = np.cumsum(score.round_lengths)
+    return [score.q[end - length : end] for end, length in zip(ends, score.round_lengths, strict=True)]
+
+
+async def committed(verifier: Verifier, pool: str, num_tokens: int, **position: object) -> list[int]:
+    """A session that says what the pool drafts for up to three tokens, and then something else. There are several
+    boundaries of blocks in it, the first where its output begins."""
+    tokens = [2 + index * 7 % 20 for index in range(16)]
+    while len(tokens) < 16 + num_tokens:
+        real = (await drafted(verifier, tokens, pool, **position)).draft_token_ids.tolist()
+        right = real[: len(tokens) % 4]
+        tokens += [*right, (real[len(right)] if len(right) < len(real) else 0) // 2 + 2]
+    await verifier.release(["s"])
+    return tokens[: 16 + num_tokens]
+
+
+@pytest.mark.parametrize(("filters", "draw_rule"), LAWS, ids=["greedy", "rejection", "coupled"])
+@pytest.mark.parametrize("pool", POOLS)
+async def test_a_score_tells_each_rounds_draft_as_it_would_have_been(
+    verifier: Verifier, clock: Clock, pool: str, filters: SamplingFilters, draw_rule: DrawRule
+) -> None:
+    position = {"filters": filters, "draw_rule": draw_rule, "seed": 5, "output_start": 16}
+    num_scored = 36
+    tokens = await committed(verifier, pool, num_scored, **position)
+    clock.now_s += 10.0
+    score = await verifier.score(asked_to_score(tokens, num_scored, pool, **position))
+    rounds = rounds_in(score)
+    assert len(rounds) == num_scored
+    num_right = 0
+    for first, scored in enumerate(rounds):
+        start = len(tokens) - num_scored + first
+        real, following = await drafted(verifier, tokens[:start], pool, **position), tokens[start:]
+        drawn = real.draft_token_ids.tolist()
+        if real.supports:
+            assert scored[0] == pytest.approx(probability(following[0], real.supports[0]), abs=0.002)
+            # Beyond its first token it is the same round as long as it drew what was committed.
+            same = [*map(int.__eq__, drawn, following), False].index(False)
+            for index in range(min(same + 1, len(scored), len(real.supports))):
+                expected = probability(following[index], real.supports[index])
+                assert scored[index] == pytest.approx(expected, abs=0.002), (first, index)
+            num_right += same
+        else:
+            right = [float(ours == theirs) for ours, theirs in zip(drawn, following, strict=False)]
+            expected = right[: right.index(0.0) + 1] if 0.0 in right else right
+            assert list(scored) == expected, first
+            num_right += expected.count(1.0)
+    assert num_right > 10, "some rounds go beyond their first token"
+    if pool == "medusa":
+        assert max(score.round_lengths) <= NUM_MEDUSA
+
+
+@pytest.fixture
+async def table(clock: Clock) -> AsyncIterator[Verifier]:
+    verifier = Verifier(TableWorker(local_drafts={"early-exit": 1}), clock=clock)
+    yield verifier
+    verifier.check_integrity()
+    await verifier.close()
+
+
+TOKENS = [3 + index * 7 % 20 for index in range(60)]
+
+
+async def test_a_score_leaves_nothing_behind_and_no_session_changes(table: Verifier, clock: Clock) -> None:
+    asked = VerifyRequest(make_round(TOKENS[:40]), NO_TOKENS, ())
+    before = await table.verify(asked)
+    clock.now_s += 10.0
+    sessions = table.info().num_sessions
+    await table.score(asked_to_score(TOKENS, 20, "early-exit", session_id="s"))
+    assert table.info().num_sessions == sessions
+    again = await table.verify(VerifyRequest(make_round(TOKENS[:41], round_id=1), NO_TOKENS, ()))
+    assert again.num_cached_tokens == 40
+    assert before.kv_len == 40
+
+
+async def test_whoever_is_waited_for_comes_first(clock: Clock) -> None:
+    worker = TableWorker(local_drafts={"early-exit": 1})
+    verifier = Verifier(worker, clock=clock)
+    try:
+        await verifier.verify(VerifyRequest(make_round(TOKENS[:30]), NO_TOKENS, ()))
+        with pytest.raises(ResourceExhausted) as caught:  # its session may call at any moment
+            await verifier.score(asked_to_score(TOKENS, 20, "early-exit"))
+        assert caught.value.reason == "REPLICA_BUSY"
+        clock.now_s += 10.0
+        worker.gate.clear()
+        scoring = asyncio.create_task(verifier.score(asked_to_score(TOKENS, 20, "early-exit")))
+        await asyncio.to_thread(worker.entered.acquire)
+        verifying = asyncio.create_task(
+            verifier.verify(VerifyRequest(make_round(TOKENS[:31], round_id=1), NO_TOKENS, ()))
+        )
+        await asyncio.sleep(0)
+        worker.gate.set()
+        assert len((await verifying).choice_token_ids) == 1
+        with pytest.raises(ResourceExhausted):
+            await scoring
+        verifier.check_integrity()
+    finally:
+        worker.gate.set()
+        await verifier.close()
+
+
+async def test_a_score_that_nobody_waits_for_any_more_leaves_nothing_behind(clock: Clock) -> None:
+    worker = TableWorker(local_drafts={"early-exit": 1})
+    verifier = Verifier(worker, clock=clock)
+    try:
+        worker.gate.clear()
+        scoring = asyncio.create_task(verifier.score(asked_to_score(TOKENS, 20, "early-exit")))
+        await asyncio.to_thread(worker.entered.acquire)
+        scoring.cancel()
+        await asyncio.sleep(0)
+        worker.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert verifier.info().num_sessions == 0
+        verifier.check_integrity()
+    finally:
+        worker.gate.set()
+        await verifier.close()
+
+
+@pytest.mark.parametrize(
+    ("pool", "tokens", "num_scored", "field"),
+    [
+        ("eagle3", TOKENS, 20, "local_pool"),
+        ("", TOKENS, 20, "local_pool"),
+        ("early-exit", TOKENS * 20, 20, "round.token_ids"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused_by_name(
+    table: Verifier, pool: str, tokens: list[int], num_scored: int, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await table.score(asked_to_score(tokens, num_scored, pool))
+    assert caught.value.field == field
+    assert table.info().num_sessions == 0
+
+
+async def test_scores_travel_as_rounds(table: Verifier, clock: Clock) -> None:
+    request = asked_to_score(TOKENS, 20, "early-exit", filters=SAMPLED)
+    expected = await table.score(request)
+    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
+    TargetServicer(table, EngineMetrics("target", role="target")).add_to(server.grpc_server)
+    await server.start()
+    link = TargetLink(server.address)
+    try:
+        score = await link.score(request)
+        assert score.round_lengths == expected.round_lengths
+        assert score.q == pytest.approx(expected.q, rel=1e-6)
+        with pytest.raises(InvalidRequest):
+            await link.score(asked_to_score(TOKENS, 20, "none"))
+    finally:
+        await link.close()
+        await server.stop(None)
