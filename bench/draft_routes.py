@@ -4,8 +4,8 @@ Row 36: triples of a request for code, one for prose and one whose text repeats 
 one `specdec up --route auto` with the code draft, the prose draft and `ngram`: routed, and by each pool by name; the
 oracle gives each of the three the pool that was fastest with its kind. Not `suffix`, which also looks into what other
 sessions were told: here that is the same text, by another system. Row 37: six drafts, the demo's with noise of six
-strengths in its weights. Texts drafted by the demo's own are scored; then each of the six drafts the same prompts. Not
-here: the drafts' training (`models/demo`). Called by `drafts`.
+strengths in its weights, and what the target drafts with by itself. Texts drafted by the demo's own are scored; then
+each of the others drafts the same prompts. Not here: the drafts' training (`models/demo`). Called by `drafts`.
 """
 
 import argparse
@@ -34,6 +34,12 @@ NUM_WARM_TRIPLES = 3
 #: Draft tokens a round of row 37: those that scored tokens are walked by.
 SCORED_GAMMA = 8
 NOISES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+#: What the target drafts with by itself, by pool.
+LOCAL = {
+    "early-exit": f"early-exit:3:{DEMO / 'early_exit'}",
+    "eagle3": f"eagle3:{DEMO / 'eagle3'}",
+    "medusa": f"medusa:{DEMO / 'medusa'}",
+}
 NUM_SCORED_PROMPTS = 16
 
 Triple = tuple[list[int], list[int], list[int]]
@@ -114,10 +120,11 @@ def _scores(row: partial, quick: bool) -> list[Row]:
         for index, noise in enumerate(noises):
             directory = blurred(DEMO / "draft", Path(folder) / f"noise-{noise}", eps=noise, seed=index)
             drafts.append(f"noise-{noise}={directory}")
+        drafts += LOCAL.values()
         prompts = prompt_token_ids(DEMO / "target")[: 3 if quick else NUM_SCORED_PROMPTS]
         with RunningSystem(DEMO / "target", None, drafts=drafts, flags=("--route", "auto")) as system:
             options = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "gamma": SCORED_GAMMA}
-            names = [f"noise-{noise}" for noise in noises]
+            names = [*(f"noise-{noise}" for noise in noises), *LOCAL]
             with progress("scored drafts", len(prompts) * (1 + len(names))) as advance:
                 for index, prompt in enumerate(prompts):
                     system.run(prompt, task=f"p{index}", **options)

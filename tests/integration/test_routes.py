@@ -321,5 +321,6 @@ async def test_a_session_leaves_a_targets_own_drafts_where_no_target_has_them_an
         for _ in range(2):
             output, pools = await ask(coordinator, task="left", gamma=4)
             assert output.token_ids == rig.services[-1].worker.greedy_continuation(LEFT, 40)
-            assert pools == {"model"}
+            assert pools <= {"model"}
+            assert output.finished.stats.num_draft_tokens > 10
             await coordinator.pools.poll()
