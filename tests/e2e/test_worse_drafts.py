@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+import pytest
+
 from specdec.client import Client
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import specdec, start_up
@@ -24,6 +26,7 @@ def session_ids(pool: str, least: float, most: float) -> Iterator[str]:
             yield session_id
 
 
+@pytest.mark.full
 def test_a_draft_that_joined_and_makes_fewer_tokens_a_second_is_taken_back_by_itself(tmp_path: Path) -> None:
     """All that the old draft says is accepted, of the new one's next to nothing; a round takes as long with either."""
     target = build_tiny_model("llama", tmp_path / "target", vocabulary_size=64, num_layers=2)

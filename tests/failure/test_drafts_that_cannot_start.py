@@ -220,9 +220,10 @@ def test_a_draft_model_that_cannot_be_served_is_one_line_at_its_start(
     assert not list(tmp_path.rglob("intruded"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", MODELS)
 def test_a_draft_model_with_another_tokenizer_that_cannot_be_served_is_one_line_at_its_start(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pieces = save_pieces(tmp_path / "pieces")
     model = build_model(save_byte_level(tmp_path / "bytes"), tmp_path / "model")

@@ -105,6 +105,7 @@ def test_a_stream_goes_on_without_a_translated_draft_that_hangs_and_has_it_back(
         assert now.finished.stats.num_accepted_tokens > 0.8 * was.finished.stats.num_accepted_tokens
 
 
+@pytest.mark.full
 def test_a_translated_draft_that_stalls_in_mid_stream_drafts_on_in_the_same_stream(
     translated: tuple[Stack, list[list[int]], list[list[int]]],
 ) -> None:
@@ -186,6 +187,7 @@ def test_streams_leave_a_hung_target_that_drafts_by_itself_and_have_the_same_dra
             assert num_drafted(output) > 0.8 * num_drafted(before[pool]), pool
 
 
+@pytest.mark.full
 def test_streams_wait_for_the_only_target_that_hangs_and_draft_on(local: tuple[Stack, list[int]]) -> None:
     stack, expected = local
     stub = stub_of(stack.endpoint)

@@ -26,6 +26,8 @@ from tests.support.target_alone import TargetAlone
 from tests.support.tiny_models import build_tiny_pair
 from tests.support.up_rig import ENVIRON, SPECDEC, children_of, specdec, start_up
 
+pytestmark = pytest.mark.full
+
 NUM_TOKENS = 64
 PROMPT = [5, 9, 17]
 

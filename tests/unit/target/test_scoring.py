@@ -88,7 +88,7 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["native", "eager"])
+@pytest.fixture(params=["native", pytest.param("eager", marks=pytest.mark.full)])
 async def verifier(request: pytest.FixtureRequest, folder: Path, clock: Clock) -> AsyncIterator[Verifier]:
     verifier = Verifier(load(folder, request.param), clock=clock)
     yield verifier
