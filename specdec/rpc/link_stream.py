@@ -9,6 +9,7 @@ are no frame fail every call that waits. Not here: opening one, and another afte
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -161,6 +162,7 @@ class LinkStream:
         items: list[Any] = []
         waiting: list[PendingCall] = []
         stray: StrayAnswer | None = None
+        heard_s = time.monotonic()
         for item, num_bytes in self._items_of(frame):
             try:
                 pending = self._calls.take(item.call_id)
@@ -170,6 +172,7 @@ class LinkStream:
             if pending is None:
                 continue
             pending.wire.num_bytes += num_bytes
+            pending.wire.heard_s = heard_s
             if item.HasField("status") and item.status.code:
                 pending.answer.set_exception(status.from_item_status(item.status))
             else:
@@ -199,6 +202,7 @@ class LinkStream:
     def _take(self) -> list[bytes]:
         items: list[bytes] = []
         size = 0
+        now_s = time.monotonic()
         while (
             self._outbox
             and len(items) < MAX_FRAME_ITEMS
@@ -210,4 +214,5 @@ class LinkStream:
                 items.append(pending.item)
                 size += len(pending.item)
                 pending.wire.num_bytes += len(pending.item)
+                pending.wire.sent_s = now_s
         return items

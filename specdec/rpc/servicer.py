@@ -21,8 +21,9 @@ from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import meet_caller
 from specdec.rpc.rounds import tenant_of
+from specdec.rpc.stages import encode_stages
 from specdec.tenant import session_on_replica
-from specdec.types import EngineInfo
+from specdec.types import EngineInfo, Stages
 from specdec.v1 import common_pb2
 
 #: Sessions that one call may free.
@@ -37,6 +38,12 @@ class Answered:
     num_committed_tokens: int
     num_cached_tokens: int
     num_draft_tokens: int
+    decoded_s: float
+    """When its request had been read and checked, by `time.monotonic`."""
+    answered_s: float
+    """When the engine had answered."""
+    stages: Stages | None
+    """What the engine says of when it did what, by the same clock; None where nobody asked."""
 
 
 class ReplicaServicer:
@@ -97,14 +104,20 @@ class ReplicaServicer:
         """Asks the engine what a request item asks. Raises SpecdecError for the item alone."""
         raise NotImplementedError
 
-    async def _count_answer(self, item: Any) -> Any:
+    async def _count_answer(self, item: Any, received_s: float) -> Any:
         arrived_s = time.monotonic()
         with self._metrics.call():
             answered = await self.answer(item)
+        ended_s = time.monotonic()
         self._metrics.observe_call(
-            duration_s=time.monotonic() - arrived_s,
+            duration_s=ended_s - arrived_s,
             num_committed_tokens=answered.num_committed_tokens,
             num_cached_tokens=answered.num_cached_tokens,
             num_draft_tokens=answered.num_draft_tokens,
         )
+        if answered.stages is not None:
+            stages = answered.stages._replace(
+                received_s=received_s, decoded_s=answered.decoded_s, answered_s=answered.answered_s, encoded_s=ended_s
+            )
+            encode_stages(stages, answered.message.stages)
         return answered.message
