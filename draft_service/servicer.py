@@ -27,6 +27,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
             engine,
             metrics,
             items_of=lambda frame: frame.requests,
+            request_type=draft_pb2.ProposeFrame,
             reply_type=draft_pb2.Proposal,
             frame_of=lambda replies: draft_pb2.ProposalFrame(proposals=replies),
         )

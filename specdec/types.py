@@ -338,3 +338,5 @@ class EngineInfo:
     """That have ended since the process began."""
     step_limit_s: float = 0.0
     """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""
+    lane: str = ""
+    """Name of an abstract Unix socket on its machine that takes the same frames; "": none."""

@@ -27,6 +27,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
             engine,
             metrics,
             items_of=lambda frame: frame.requests,
+            request_type=target_pb2.VerifyFrame,
             reply_type=target_pb2.Verification,
             frame_of=lambda replies: target_pb2.VerificationFrame(verifications=replies),
         )

@@ -32,7 +32,7 @@ class CallTimeline:
     stages: Stages | None
 
     def offsets_us(self, began_s: float) -> dict[str, int]:
-        """Microseconds from the beginning of the round to everything that is known; those of a replica are `replica_`."""
+        """Microseconds from the beginning of the round to what is known; a replica's own are called `replica_`."""
         at_s = {"asked": self.asked_s, "sent": self.sent_s, "heard": self.heard_s, "answered": self.answered_s}
         if self.stages is not None:
             way_s = max(0.0, self.heard_s - self.sent_s - self.stages.sent_s) / 2

@@ -51,7 +51,7 @@ class FrameServer:
         self._answer = answer
         self._reply_type = reply_type
         self._frame_of = frame_of
-        self._streams: set[_ServedStream] = set()
+        self._drain_watchers: set[Callable[[], None]] = set()
         self.draining = False
 
     async def serve(self, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]) -> None:
@@ -63,17 +63,25 @@ class FrameServer:
             InvalidRequest: a frame of more than MAX_FRAME_ITEMS items.
         """
         stream = _ServedStream(self, frames, write)
-        self._streams.add(stream)
+        self.watch_drain(stream.wake.set)
         try:
             await stream.run()
         finally:
-            self._streams.discard(stream)
+            self.forget_drain(stream.wake.set)
+
+    def watch_drain(self, tell: Callable[[], None]) -> None:
+        """`tell` is called when the service begins to drain."""
+        self._drain_watchers.add(tell)
+
+    def forget_drain(self, tell: Callable[[], None]) -> None:
+        """Idempotent."""
+        self._drain_watchers.discard(tell)
 
     def drain(self) -> None:
         """Refuses new items with DRAINING and ends every stream once its items in flight are answered. Idempotent."""
         self.draining = True
-        for stream in self._streams:
-            stream.wake.set()
+        for wake in list(self._drain_watchers):
+            wake()
 
     async def reply_to(self, item: Any, received_s: float) -> Any:
         """Answers one item; an error becomes its status."""
@@ -118,7 +126,7 @@ class _ServedStream:
                 await self.wake.wait()
                 self.wake.clear()
                 while self._replies:
-                    replies = self._take()
+                    replies = take_replies(self._replies)
                     await self._write(self._server.frame_of(replies))
                     for _ in replies:
                         self._room.release()
@@ -160,16 +168,18 @@ class _ServedStream:
         self._in_flight.discard(task)
         self.wake.set()
 
-    def _take(self) -> list[Any]:
-        now_s = time.monotonic()
-        replies: list[Any] = []
-        size = 0
-        while self._replies and len(replies) < MAX_FRAME_ITEMS:
-            reply, received_s = self._replies[0]
-            size += reply.ByteSize()
-            if replies and size > FRAME_BYTES:
-                break
-            self._replies.popleft()
-            note_sent(reply, now_s - received_s)
-            replies.append(reply)
-        return replies
+
+def take_replies(waiting: deque[tuple[Any, float]]) -> list[Any]:
+    """Takes the replies of the next frame from those that wait, each with the time at which its item had been read."""
+    now_s = time.monotonic()
+    replies: list[Any] = []
+    size = 0
+    while waiting and len(replies) < MAX_FRAME_ITEMS:
+        reply, received_s = waiting[0]
+        size += reply.ByteSize()
+        if replies and size > FRAME_BYTES:
+            break
+        waiting.popleft()
+        note_sent(reply, now_s - received_s)
+        replies.append(reply)
+    return replies

@@ -29,6 +29,8 @@ OWN_STALL_S = 0.02
 class LinkStream:
     """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
 
+    is_lane = False
+
     def __init__(
         self,
         call: Any,
@@ -67,7 +69,7 @@ class LinkStream:
         pending = PendingCall(request, item, wire, self._loop.create_future())
         self._calls.add(call_id, pending)
         self._outbox.append(pending)
-        self._wake.set()
+        self._kick()
         if patience is not None:
             now = self._loop.time()
             self._await_answer(pending, patience, now, now)
@@ -118,6 +120,13 @@ class LinkStream:
         await asyncio.wait([self._task])
         self._end(f"{self._address}: the link was closed")  # for a task that never ran
 
+    def _kick(self) -> None:
+        """Something is to be sent."""
+        self._wake.set()
+
+    def _hang_up(self) -> None:
+        self._call.cancel()
+
     async def _run(self) -> None:
         writer = asyncio.create_task(self._write())
         reason = f"{self._address}: the link was closed"
@@ -129,7 +138,7 @@ class LinkStream:
 
     def _end(self, reason: str) -> None:
         self.closed = True
-        self._call.cancel()
+        self._hang_up()
         self._calls.fail_all(reason)
         self._outbox.clear()
 
