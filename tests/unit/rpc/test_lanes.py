@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import lane_server, lanes
+from specdec.rpc import codec, lane_server, lanes
 from specdec.rpc.client import DraftLink
+from specdec.rpc.frames import MAX_OPEN_ITEMS
 from specdec.rpc.framing import join_items
 from specdec.rpc.lanes import FrameReader, hello, is_name, new_name, prefixed, socket_path
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
@@ -223,6 +224,10 @@ async def _speak(name: str, *words: bytes) -> tuple[asyncio.StreamReader, asynci
     return reader, writer
 
 
+#: A request whose round has 200,000 token ids, each a field of its own.
+MANY_FIELDS = b"\x12\x80\xb5\x18" + b"\x30\x01" * 200_000
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -231,7 +236,7 @@ async def _speak(name: str, *words: bytes) -> tuple[asyncio.StreamReader, asynci
         (b"\xff\xff\xff\xff",),
         (hello(""), b"\xff\xff\xff\x7f"),
         (hello(""), prefixed(b"\xff\xff\xff")),
-        (hello(""), prefixed(bytes([0x0A, 0]) * (MAX_FRAME_BYTES // 2 - 8))),
+        (hello(""), prefixed(join_items([MANY_FIELDS]))),
         (hello(""), prefixed(join_items([b""] * 2000))),
         (hello("another model"),),
     ],
@@ -249,23 +254,56 @@ async def test_a_hostile_caller_is_hung_up_on_and_the_others_go_on(words: tuple[
         assert replica.engine.seen == ["s", "s"]
 
 
-async def test_a_caller_that_asks_without_reading_is_not_read_without_end() -> None:
+async def test_a_caller_that_asks_without_end_is_not_read_without_end() -> None:
+    num_frames, per_frame = 12, 1024
     async with Replica() as replica:
-        item = draft_pb2.ProposeRequest(call_id=1).SerializeToString()
-        frame = prefixed(join_items([item] * 1024))
-        _, writer = await _speak(replica.lane, hello(""))
-        num_sent = 0
-        for _ in range(2000):  # 2 million refusals of 60 bytes and more, if they were made
-            writer.write(frame)
-            num_sent += 1
-            if writer.transport.get_write_buffer_size() > 4 * len(frame):
-                try:
-                    async with asyncio.timeout(0.5):
-                        await writer.drain()
-                except TimeoutError:
-                    break
-        assert num_sent < 1000
+        reader, writer = await _speak(replica.lane, hello(""))
+        for frame in range(num_frames):
+            requests = [
+                codec.encode_propose_request(ask(f"hold {frame}.{index}"), frame * per_frame + index)
+                for index in range(per_frame)
+            ]
+            writer.write(prefixed(join_items([request.SerializeToString() for request in requests])))
+        num_seen = -1
+        while num_seen != len(replica.engine.seen):
+            num_seen = len(replica.engine.seen)
+            await asyncio.sleep(0.2)
+        assert MAX_OPEN_ITEMS <= num_seen <= MAX_OPEN_ITEMS + 4 * per_frame  # what one read of the socket had brought
+        replica.engine.release_held.set()
+        frames, num_answered = FrameReader(MAX_FRAME_BYTES), 0
+        async with asyncio.timeout(60):
+            while num_answered < num_frames * per_frame:
+                for frame in frames.frames(await reader.read(1 << 20)):
+                    if not frame.startswith(b"specdec-lane"):
+                        num_answered += len(draft_pb2.ProposalFrame.FromString(frame).proposals)
         writer.transport.abort()
+
+
+async def test_calls_given_up_while_a_replica_does_not_read_never_leave() -> None:
+    received, begin = 0, asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        await reader.readexactly(len(hello("")))
+        writer.write(GREETED)
+        await begin.wait()
+        while chunk := await reader.read(1 << 20):
+            received += len(chunk)
+        writer.close()
+
+    name = new_name()
+    server = await asyncio.start_unix_server(serve, socket_path(name), limit=1 << 12)
+    async with Replica() as replica:
+        async with linked(replica, name) as link:
+            for _ in range(100):
+                given_up = asyncio.create_task(link.propose(ProposeRequest(make_round(num_tokens=50_000), 3)))
+                await asyncio.sleep(0.001)
+                given_up.cancel()
+                await asyncio.wait([given_up])
+            begin.set()
+            await asyncio.sleep(0.2)
+        server.close()
+    assert 0 < received < 2_000_000  # of 10 million
 
 
 async def test_one_lane_more_than_there_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
