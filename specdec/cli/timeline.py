@@ -45,6 +45,14 @@ class Stage(NamedTuple):
     work: str
     ms: float
     """Median."""
+    call: str = ""
+    """Role of the replica that is called; "" outside calls."""
+
+    @property
+    def title(self) -> str:
+        """Unique in its round."""
+        call = f"{self.call} call, " if self.call and self.place != self.call else ""
+        return f"{call}{self.place}: {self.work}"
 
 
 class Picture(NamedTuple):
@@ -123,7 +131,8 @@ def _call_stages(role: str, calls: Sequence[Mapping[str, int] | None]) -> list[S
         return []
     parts = _CALL if all("replica_sent" in call for call in made) else _CLOSED_CALL
     return [
-        Stage(place or role, work, _ms(call[end] - call[begin] for call in made)) for begin, end, place, work in parts
+        Stage(place or role, work, _ms(call[end] - call[begin] for call in made), role)
+        for begin, end, place, work in parts
     ]
 
 
