@@ -103,7 +103,8 @@ def pictures_of(rounds: Iterable[dict[str, Any]]) -> list[Picture]:
     sessions: dict[str, list[dict[str, Any]]] = {}
     for entry in rounds:
         sessions.setdefault(entry["session_id"], []).append(entry)
-    with_draft, without = [], []
+    with_draft: list[tuple[dict[str, Any], int]] = []
+    without: list[tuple[dict[str, Any], int]] = []
     for own in sessions.values():
         for entry, following in pairwise(own[1:]):
             (with_draft if entry["draft"] else without).append((entry, following["began_us"] - entry["began_us"]))

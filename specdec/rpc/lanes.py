@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from google.protobuf.message import DecodeError
 
@@ -90,7 +90,8 @@ class FrameReader:
         position = yield from self._cut(self._received)
         del self._received[:position]
 
-    def _cut(self, data: bytes | bytearray) -> Iterator[bytes]:  # returns how far it came
+    def _cut(self, data: bytes | bytearray) -> Generator[bytes, None, int]:
+        """Returns how far it came."""
         position = 0
         while len(data) - position >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(data, position)
