@@ -59,6 +59,7 @@ ALLOWED = {
     ENGINE + "base": {ENGINE + "cold_tier"},
     ENGINE + "cold_tier": set(),
     ENGINE + "kept_files": set(),
+    ENGINE + "large_pages": set(),
     ENGINE + "gguf_positions": set(),
     ENGINE + "gguf_conversion": {ENGINE + "gguf_positions"},
     ENGINE + "sessions": {"specdec.core"},
@@ -72,7 +73,7 @@ ALLOWED = {
     ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
-    ENGINE + "native": {ENGINE + room for room in ("base", "kept_files", "model")},
+    ENGINE + "native": {ENGINE + room for room in ("base", "kept_files", "large_pages", "model")},
     ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
     ENGINE + "parallel": {"specdec.core", *(ENGINE + room for room in ("base", "cold_tier", "model"))},
     ENGINE + "loader": {

@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import nn
 
+from specdec.engine.large_pages import LargePages
 from specdec.engine.native.structures import Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 
@@ -35,6 +36,7 @@ class Packing:
         self.group: int = library.specdec_group()
         self._panel: int = library.specdec_panel()
         self._is_compact = is_compact
+        self._pages = LargePages()
         self._kept: list[torch.Tensor] = []  # what the structures point to
 
     @property
@@ -48,7 +50,7 @@ class Packing:
 
     def keep(self, tensor: torch.Tensor) -> int:
         """The address of a contiguous copy that lives as long as this."""
-        self._kept.append(tensor.detach().contiguous())
+        self._kept.append(self._pages.copy(tensor.detach()))
         return self._kept[-1].data_ptr()
 
     def embedding(self, table: torch.Tensor) -> tuple[int, Format]:
