@@ -50,7 +50,7 @@ class Packing:
 
     def keep(self, tensor: torch.Tensor) -> int:
         """The address of a contiguous copy that lives as long as this."""
-        self._kept.append(self._pages.copy(tensor.detach()))
+        self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
     def embedding(self, table: torch.Tensor) -> tuple[int, Format]:
@@ -80,7 +80,7 @@ class Packing:
         else:
             format_, packed = (pack_shortest if self._is_compact else pack)(self._pad(weight), self._panel)
         return Product(
-            weights=self.keep(packed), format=format_, scales=scales, offsets=offsets,
+            weights=self.keep(self._pages.copy(packed)), format=format_, scales=scales, offsets=offsets,
             bias=None if bias is None else self.keep(self._pad(bias)), inputs=inputs, outputs=outputs,
         )  # fmt: skip
 
