@@ -65,7 +65,7 @@ ALLOWED = {
     ENGINE + "sessions": {"specdec.core"},
     ENGINE + "schedule": {"specdec.core"},
     ENGINE + "logits": {"specdec.core"},
-    ENGINE + "model": {ENGINE + "base"},
+    ENGINE + "model": {ENGINE + room for room in ("base", "large_pages")},
     ENGINE + "heads": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "loop": {"specdec.core",
                       *(ENGINE + room for room in ("base", "cold_tier", "logits", "schedule", "sessions"))},
