@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from specdec.engine import large_pages
 from specdec.engine.model.block_copies import BlockCopies
 from specdec.types import BLOCK_TOKENS
 
@@ -116,4 +116,4 @@ def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) ->
     """
     if device.type != "cpu":
         return torch.zeros(rows, columns, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros((rows, columns * dtype.itemsize), dtype=np.uint8)).view(dtype)
+    return large_pages.zeros(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)

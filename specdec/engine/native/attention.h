@@ -5,9 +5,14 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "layout.h"
 
 namespace {
+
+// Bytes of a sequence's keys and values that are worth reading before they are used: what a processor keeps near.
+constexpr int64_t MOST_READ_THROUGH = 2 << 20;
 
 // Queries that read the same keys: rows of one sequence, heads of one group.
 struct Queries {
@@ -27,6 +32,22 @@ struct Cached {
 
     const float* block(int64_t key) const { return rows + table[key / KEYS] * KEYS * stride; }
 };
+
+// Reads what the queries of a sequence see, keys and values of all heads, one after the other. A head's own lie scattered
+// among them, and the processor sees no order in which to read ahead: it would wait for nearly each. It sees none in
+// prefetches either.
+void read_through(const Batch& batch, int64_t sequence, const float* rows, int64_t stride, int64_t window) {
+    constexpr int64_t line = CACHE_LINE / sizeof(float);
+    const int64_t start = batch.start[sequence], tokens = batch.first_row[sequence + 1] - batch.first_row[sequence];
+    const int64_t begin = window && start >= window ? start - window + 1 : 0;
+    const int64_t end = std::min(start + tokens, begin + MOST_READ_THROUGH / (stride * int64_t{sizeof(float)}));
+    const int64_t* table = batch.tables + batch.table_offset[sequence];
+    for (int64_t key = begin / KEYS * KEYS; key < end; key += KEYS) {
+        const volatile float* block = rows + table[key / KEYS] * KEYS * stride;
+        const int64_t numbers = std::min<int64_t>(end - key, KEYS) * stride;
+        for (int64_t at = 0; at < numbers; at += line) (void)block[at];
+    }
+}
 
 // scores[q][key - begin] = query . key for whole blocks of keys; what lies beyond the last token is garbage.
 template <int DIM_VECTORS, int COUNT>
@@ -135,6 +156,7 @@ void attend_all(const Model& model, const Layer& layer, const Batch& batch, floa
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t sequence = 0; sequence < batch.sequences; ++sequence)
         for (int64_t kv_head = 0; kv_head < model.kv_heads; ++kv_head) {
+            if (kv_head == 0) read_through(batch, sequence, layer.cache, 2 * model.kv_heads * pitch, layer.window);
             const Cached cached{layer.cache + kv_head * pitch, batch.tables + batch.table_offset[sequence],
                                 2 * model.kv_heads * pitch, model.kv_heads * pitch, layer.mark ? 1 : 0};
             Queries queries{};

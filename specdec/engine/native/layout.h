@@ -15,6 +15,7 @@ constexpr int SHARED = 32;                    // inputs of scaled weights that s
 constexpr int ZERO = 128;                     // of a row as integers: the byte that is 0
 constexpr int KEYS = 16;                      // tokens of a KV block
 constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
+constexpr int CACHE_LINE = 64;                // bytes
 
 // How a table of weights is stored; the caller says it by these numbers.
 // A number of SCALED4 or SCALED8 is scale * integer + offset, in float32 and rounded once; SHARED inputs of an output have
@@ -27,7 +28,8 @@ int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 
 }  // namespace
 
-// A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`; of int8 weights
+// A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`; in bfloat16 the panel's
+// two halves lie in turn, an output of the first, one of the second, which takes fewer instructions apart. Of int8 weights
 // [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP]; of scaled weights [ceil(outputs / PANEL)][inputs / SHARED],
 // each with PANEL scales and PANEL offsets in binary16, then SHARED times PANEL integers: bytes with a sign, or halves of
 // bytes without one, of which the low ones are a row's first and the high ones its second.

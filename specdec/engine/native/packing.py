@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import nn
 
+from specdec.engine.large_pages import LargePages
 from specdec.engine.native.structures import Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 
@@ -35,6 +36,7 @@ class Packing:
         self.group: int = library.specdec_group()
         self._panel: int = library.specdec_panel()
         self._is_compact = is_compact
+        self._pages = LargePages()
         self._kept: list[torch.Tensor] = []  # what the structures point to
 
     @property
@@ -78,7 +80,7 @@ class Packing:
         else:
             format_, packed = (pack_shortest if self._is_compact else pack)(self._pad(weight), self._panel)
         return Product(
-            weights=self.keep(packed), format=format_, scales=scales, offsets=offsets,
+            weights=self.keep(self._pages.copy(packed)), format=format_, scales=scales, offsets=offsets,
             bias=None if bias is None else self.keep(self._pad(bias)), inputs=inputs, outputs=outputs,
         )  # fmt: skip
 

@@ -15,8 +15,7 @@ constexpr int MAX_ROWS = LANES == 8 ? 4 : 8;
 constexpr int MAX_INT8_ROWS = LANES == 16 ? 6 : 2;  // each keeps two sums
 
 // How far ahead of what is multiplied weights are asked for.
-constexpr int PREFETCH_BYTES = 1024;
-constexpr int CACHE_LINE = 64;
+constexpr int PREFETCH_BYTES = 2048;
 
 enum class Into { store, add };
 
@@ -34,6 +33,15 @@ inline void ask_ahead(const void* from) {
         __builtin_prefetch(static_cast<const char*>(from) + PREFETCH_BYTES + at);
 }
 
+static_assert(PANEL_VECTORS == 2, "halves of bytes, and of words, are two vectors");
+
+template <class Weight>
+void load_panel(const Weight* from, Vector* weights) {
+    for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(from + part * LANES);
+}
+
+inline void load_panel(const Bfloat16* from, Vector* weights) { load_paired(from, weights[0], weights[1]); }
+
 // Reads a panel's weights as float32, input by input.
 template <class Weight>
 class Plain {
@@ -46,7 +54,7 @@ public:
     template <bool AHEAD>
     void next(Vector* weights) {
         if constexpr (AHEAD) ask_ahead<PANEL * sizeof(Weight)>(from_);
-        for (int part = 0; part < PANEL_VECTORS; ++part) weights[part] = load(from_ + part * LANES);
+        load_panel(from_, weights);
         from_ += PANEL;
     }
 
@@ -88,7 +96,6 @@ public:
     }
 
 private:
-    static_assert(PANEL_VECTORS == 2, "the halves of a row's bytes are two vectors");
     static constexpr int64_t BYTES = 2 * PANEL * sizeof(Float16) + SHARED * PANEL * BITS / 8;
 
     const uint8_t* from_;

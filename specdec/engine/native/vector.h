@@ -84,6 +84,15 @@ inline Vector load(const Bfloat16* from) {
 #endif
 }
 
+// Two vectors whose numbers lie in turn: those of the first are the lower halves of words, those of the second the upper.
+inline void load_paired(const Bfloat16* from, Vector& first, Vector& second) {
+    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+    Words words;
+    std::memcpy(&words, from, sizeof words);
+    first = reinterpret_cast<Vector>(words << 16);
+    second = reinterpret_cast<Vector>(words & 0xffff0000u);
+}
+
 inline Vector load(const Float16* from) {
 #if defined(__AVX512F__)
     __m256i halves;

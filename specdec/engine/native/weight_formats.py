@@ -72,8 +72,11 @@ def pack_shortest(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tenso
 
 
 def pack(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tensor]:
-    """The table in panels, in its own dtype."""
-    return FORMAT_OF[weight.dtype], weight.view(-1, panel, weight.shape[1]).transpose(1, 2)
+    """The table in panels, in its own dtype; see `layout.h`."""
+    packed = weight.view(-1, panel, weight.shape[1]).transpose(1, 2)
+    if weight.dtype == torch.bfloat16:
+        packed = packed.unflatten(-1, (2, panel // 2)).transpose(-1, -2).flatten(-2)
+    return FORMAT_OF[weight.dtype], packed
 
 
 def _from_small(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
