@@ -1,4 +1,4 @@
-"""Compiles the kernels of paged attention for a Hopper card, with or without one, and says what came of it in JSON.
+"""Compiles the kernels of captured steps for a Hopper card, with or without one, and says what came of it in JSON.
 
 A program of its own: where a test interprets kernels, Triton compiles none. Called by tests.
 """
@@ -13,11 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specdec.engine.captured.draft_kernels import advance
+from specdec.engine.captured.fused_kernels import add_and_normalise, gate, rotate_and_store
 from specdec.engine.captured.paged_kernels import attend_parts, merge_parts
 
 HOPPER = GPUTarget("cuda", 90, 32)
-COUNTS = {"num_rows": "i32", "num_sequences": "i32", "query_stride": "i32"}
-FACTORS = {"score_factor": "fp32", "softcap": "fp32"}
+COUNTS = {"num_rows": "i32", "num_sequences": "i32", "query_stride": "i32", "scratch_block": "i32"}
+FACTORS = {"score_factor": "fp32", "softcap": "fp32", "eps": "fp32"}
 NUMBERS = {"tables": "*i64", "table_firsts": "*i64", "lengths": "*i64", "first_rows": "*i32"}
 PARTS = {"part_sums": "*fp32", "part_maxima": "*fp32", "part_weights": "*fp32"}
 #: Heads of Llama 3.1 8B, and a Gemma's: a window, a cap, a size that is no power of two.
@@ -29,6 +31,13 @@ LLAMA: dict[str, Any] = {
 GEMMA = LLAMA | {"WINDOW": 512, "IS_CAPPED": True, "KEY_DIM": 80, "VALUE_DIM": 80, "TILE_ROWS": 16, "TILE_QUERIES": 4}
 MERGING = {"WINDOW": 0, "NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_PAD": 128, "UNIT_KEYS": 128, "NUM_SPLITS": 16,
            "MOST_SEQUENCES": 64, "TILE_OUTPUTS": 1}  # fmt: skip
+ALIGNED = ("query", "kv_rows", "query_stride", "residual", "delta", "gains", "output", "qkv", "cos", "sin", "gate_up")
+BF16 = dict.fromkeys(("residual", "delta", "gains", "output", "qkv", "cos", "sin", "kv_rows", "gate_up"), "*bf16")
+INTEGERS = dict.fromkeys(
+    ("rows", "slots", "drawn", "token_ids", "positions", "opened_blocks", "lengths", "firsts", "tables"), "*i64"
+)
+NORM = {"WIDTH": 4096, "WIDTH_PAD": 4096, "HAS_DELTA": True, "SELECTS_ROWS": False, "TILE_ROWS": 1}
+ROTATION = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "HALF_PAD": 64, "HAS_NORM": True, "TILE_HEADS": 4}
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +47,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> d
         {name: types.get(name, "constexpr") for name in places},
         {(places[name],): value for name, value in constants.items()},
         # What PyTorch allocates begins at such addresses, and heads side by side are as wide.
-        {(places[name],): [["tt.divisibility", 16]] for name in ("query", "kv_rows", "query_stride") if name in places},
+        {(places[name],): [["tt.divisibility", 16]] for name in ALIGNED if name in places},
     )
     result = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 3})
     ptx = result.asm["ptx"]
@@ -52,12 +61,18 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> d
 
 
 def main() -> None:
+    fused = BF16 | INTEGERS | COUNTS | FACTORS
     types = NUMBERS | PARTS | COUNTS | FACTORS | {"query": "*bf16", "kv_rows": "*bf16"}
     json.dump(
         {
             "llama": compiled(attend_parts, types, LLAMA),
             "gemma": compiled(attend_parts, types, GEMMA),
             "merging": compiled(merge_parts, NUMBERS | PARTS | {"output": "*bf16", **COUNTS}, MERGING),
+            "norm": compiled(add_and_normalise, fused, NORM),
+            "last_norm": compiled(add_and_normalise, fused, NORM | {"SELECTS_ROWS": True}),
+            "rotation": compiled(rotate_and_store, fused, ROTATION),
+            "gate": compiled(gate, fused, {"WIDTH": 14336, "TILE_NUMBERS": 1024}),
+            "advance": compiled(advance, fused, {"PAGE_TOKENS": 16, "TILE": 64}),
         },
         sys.stdout,
     )

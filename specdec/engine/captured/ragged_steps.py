@@ -20,7 +20,7 @@ from specdec.engine.captured import paged_attention as kernels
 from specdec.engine.captured.paged_attention import RaggedRows
 from specdec.engine.model.batch import AttentionKind, StepBatch, opened_blocks
 from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.llama_stack import RowPass
 from specdec.types import BLOCK_TOKENS
 
 # Of one launch: their partial sums take 134 MB with 32 heads of 128.
@@ -30,7 +30,7 @@ _MOST_ROWS = 512
 class RaggedSteps:
     """Runs steps of any shape on one model; not recorded."""
 
-    def __init__(self, stack: LlamaStack, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:
+    def __init__(self, stack: RowPass, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:
         self._stack = stack
         self._cache = cache
         self._layer_kinds = tuple(layer_kinds)
@@ -126,10 +126,15 @@ class _LaunchedContext:
     def attend_rows(
         self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
+        layer = self.cache.layers[layer_index]
         if self.batch.opened_blocks is not None:
             layer.clear(self.batch.opened_blocks)
         layer.write(self.batch.slots, kv_rows)
+        return self.attend(layer_index, query, scale, softcap)
+
+    def attend(self, layer_index: int, query: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+        """See `engine.captured.fused_stack.StoredContext`."""
+        layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
         outputs = [
             kernels.paged_attention(query[own], layer, kind, rows, scale=scale, softcap=softcap)
             for own, rows in self.launches
