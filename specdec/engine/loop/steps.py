@@ -88,7 +88,7 @@ class StepRunner:
         chunks = self._scheduler.plan_chunks(running, num_awaited=num_awaited)
         jobs = [running[chunk.job_index] for chunk in chunks]
         try:
-            num_steps = self._run_chunks(jobs, chunks, began_s)
+            num_steps = self._run_chunks(jobs, chunks, began_s, num_awaited)
         except Exception as error:
             _log.exception("a step of %d sessions failed", len(jobs))
             self._fail([job for job in jobs if job in self._calls.running], error)
@@ -126,14 +126,14 @@ class StepRunner:
             self._sessions.end_forks()
             self._health.note_failure(error)
 
-    def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float) -> int:
+    def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float, num_awaited: int) -> int:
         """Returns how many steps it ran."""
         slices = tuple(
             slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
             for job, chunk in zip(jobs, chunks, strict=True)
         )
         self.watchdog.plan = plan = StepPlan(slices)
-        run = self._draft_run(jobs, chunks)
+        run = self._draft_run(jobs, chunks, num_awaited)
         if run is not None and not self._worker.draft(plan, run.num_steps, run.draw):
             run = None
         logits = self._worker.execute(plan) if run is None else None
@@ -156,9 +156,9 @@ class StepRunner:
             self._publish(job.sequence, job.call.position.committed_len)
         return 1 if run is None else run.num_steps
 
-    def _draft_run(self, jobs: list[Job], chunks: list[StepChunk]) -> DraftRun | None:
-        """How several steps can be run at once; only where nobody waits for the end of the first."""
-        if not self._worker.may_draft or len(jobs) < len(self._calls.running):
+    def _draft_run(self, jobs: list[Job], chunks: list[StepChunk], num_awaited: int) -> DraftRun | None:
+        """How several steps can be run at once; only where nobody waits for the end of the first, nor most will."""
+        if not self._worker.may_draft or len(jobs) < len(self._calls.running) or len(jobs) < num_awaited:
             return None
         for job, chunk in zip(jobs, chunks, strict=True):
             if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1:

@@ -98,7 +98,7 @@ async def test_what_needs_the_host_is_drawn_one_step_at_a_time(name: str) -> Non
 
 async def test_drafts_of_all_kinds_and_lengths_are_drawn_together() -> None:
     requests = [
-        ask(rule, num_tokens=21 + index, gamma=3 + 2 * (index % 2), session=f"s{index}", seed=index)
+        ask(rule, num_tokens=21 + index, gamma=5 if index else 3, session=f"s{index}", seed=index)
         for index, rule in enumerate([*RULES.values(), *RULES.values()])
     ]
     worker = FollowingWorker()
@@ -106,6 +106,17 @@ async def test_drafts_of_all_kinds_and_lengths_are_drawn_together() -> None:
     for one, other in zip(actual, expected, strict=True):
         same(one, other)
     assert worker.runs == [3, 2]  # as many as all of them want, then what the others want
+
+
+async def test_where_more_sessions_are_awaited_than_draft_each_step_ends_for_itself() -> None:
+    """Whoever calls while a run goes on waits for its end."""
+    worker = FollowingWorker()
+    proposer = Proposer(worker)
+    for num_answered in range(3):
+        assert len(worker.runs) == min(num_answered, 2)
+        await proposer.propose(ask(RULES["greedy"], session=f"s{num_answered}"))
+    assert len(worker.runs) == 2
+    await proposer.close()
 
 
 async def test_what_the_device_did_not_foresee_costs_time_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +130,7 @@ async def test_what_the_device_did_not_foresee_costs_time_and_changes_no_token(m
     actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
     for one, other in zip(actual, expected, strict=True):
         same(one, other)
-    assert len(worker.runs) > 1  # some went on by themselves
+    assert len(worker.steps) > 1 + 5  # some went on by themselves
 
 
 async def test_logits_that_are_not_finite_fail_their_own_call_alone() -> None:
@@ -200,6 +211,12 @@ def test_a_token_is_drawn_from_a_support_as_the_host_draws_it() -> None:
             expected.append(draw_from_support(support, key, row % 5))
         drawn = support_draws(masses, ids, coverage, torch.tensor(words)).tolist()
         assert drawn == expected
+
+
+def test_each_token_owns_as_many_points_as_its_weight() -> None:
+    masses, ids = torch.tensor([[0.5, 0.5]] * 2, dtype=torch.float64), torch.tensor([[9, 4]] * 2)
+    words = torch.tensor([[0x7FFFFFFF, 0xFFFFFFFF], [0x80000000, 0]])  # the last point of the first half, and the next
+    assert support_draws(masses, ids, 0.99, words).tolist() == [4, 9]
 
 
 def test_a_row_that_no_distribution_can_be_made_of_still_gives_a_token() -> None:
