@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.captured import fused_operations, paged_attention
 from specdec.engine.captured.fused_operations import Tiling
@@ -16,7 +18,9 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
+from specdec.types import DrawRule, ProposeRequest, SamplingFilters
 from tests.support.captured_rig import CountedCapture, random_tokens
+from tests.support.round_driver import make_round
 from tests.support.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
@@ -27,18 +31,25 @@ pytestmark = pytest.mark.skipif(
 NUM_STEPS = 5
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
     """The interpreter takes some milliseconds for each."""
     few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
-    monkeypatch.setattr(paged_attention, "Splitting", lambda: few)
-    monkeypatch.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
-    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 4))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(paged_attention, "Splitting", lambda: few)
+        patched.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
+        patched.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 4))
+        yield
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model("llama", tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def worker(model: Path) -> Worker:
+    return load(model)
 
 
 def load(model: Path, attention: str = "paged") -> Worker:
@@ -103,9 +114,8 @@ CASES = [((30, 14, 1, 33), (1, 2, 1, 1)), ((15,), (1,)), ((40, 20), (7, 1))]
 
 @pytest.mark.parametrize(("lengths", "num_last"), CASES)
 def test_steps_that_follow_one_another_on_the_device_are_those_of_the_host(
-    model: Path, lengths: tuple[int, ...], num_last: tuple[int, ...]
+    worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...]
 ) -> None:
-    worker = load(model)
     expected = Sessions(worker, lengths, num_last).one_by_one()
     sessions = Sessions(worker, lengths, num_last)
     for actual, row in zip(sessions.together(), expected, strict=True):
@@ -117,6 +127,36 @@ def test_steps_that_follow_one_another_on_the_device_are_those_of_the_host(
     fresh = Sessions(worker, lengths, num_last)
     fresh.one_by_one()
     torch.testing.assert_close(after, worker.execute(fresh.plan()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "draw_rule"), [(0.0, DrawRule.DISTRIBUTION), (0.9, DrawRule.COUPLED), (0.9, DrawRule.DISTRIBUTION)]
+)
+async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
+    temperature: float, draw_rule: DrawRule, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    draft = worker.draft
+
+    def count(plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
+        runs.append(num_steps)
+        return draft(plan, num_steps, draw)
+
+    monkeypatch.setattr(worker, "draft", count)
+    drafts = []
+    for may_draft in (True, False):
+        monkeypatch.setattr(worker, "may_draft", may_draft)
+        proposer = Proposer(worker, drafting=DraftOptions(max_support=32))
+        filters = SamplingFilters(temperature=temperature)
+        tokens = random_tokens(5, 30)
+        for round_id, end in enumerate((20, 23)):
+            asked = make_round(tokens[:end], filters=filters, draw_rule=draw_rule, seed=3, round_id=round_id)
+            proposal = await proposer.propose(ProposeRequest(asked, gamma=4))
+            supports = [(support.token_ids.tolist(), support.weights.tolist()) for support in proposal.supports]
+            drafts.append((proposal.draft_token_ids.tolist(), supports))
+        await proposer.close()
+    assert drafts[:2] == drafts[2:]
+    assert runs == [4, 4]
 
 
 def test_where_tables_are_not_on_the_device_nothing_is_run(model: Path) -> None:
