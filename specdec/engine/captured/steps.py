@@ -29,7 +29,7 @@ from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, inp
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
-from specdec.engine.model.options import AUTO, CAPTURED, Capture, CompileOptions, GraphSource, first_line
+from specdec.engine.model.options import AUTO, CAPTURED, PAGED, Capture, CompileOptions, GraphSource, first_line
 from specdec.engine.model.start_progress import shown
 from specdec.errors import Unsupported
 
@@ -63,29 +63,36 @@ def capture_steps(
         None where steps stay eager, which one log line says.
 
     Raises:
-        Unsupported: they were asked for by name and cannot be captured.
+        Unsupported: they were asked for, by name or for their promise, and cannot be captured.
     """
+    asked_for_by = "compile_backend" if options.backend == CAPTURED else None
+    if options.is_deterministic:  # the eager pass attends, and adds up, in an order that depends on the step
+        asked_for_by = "deterministic"
     if not isinstance(forward, LlamaStack):
         problem = f"a model of type {source.model.config.model_type} has no captured steps"
-        if options.backend == CAPTURED:
-            raise Unsupported(problem, field="compile_backend")
+        if asked_for_by:
+            raise Unsupported(problem, field=asked_for_by)
         _log.info("%s: it runs eagerly", problem)
         return None
     device = source.cache.layers[0].blocks.device
     began_s = time.monotonic()
     try:
         capture = options.capture or CudaCapture(device)
-        attention = choose_attention(source.cache, source.layer_kinds, capture, options.attention)
+        wanted = PAGED if options.is_deterministic else options.attention
+        attention = choose_attention(source.cache, source.layer_kinds, capture, wanted)
         buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
         ragged = None
         if isinstance(attention, PagedAttention):
-            ragged = RaggedSteps(forward, source.cache, source.layer_kinds)
+            takes_all = options.is_deterministic
+            ragged = RaggedSteps(forward, source.cache, source.layer_kinds, takes_whole_prompts=takes_all)
+        elif options.is_deterministic:
+            raise RuntimeError("--deterministic needs paged attention")
         steps = CapturedSteps(forward, source.cache, attention, buckets, shape.vocabulary_size, ragged)
         steps.record(capture)
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
         problem = f"steps cannot be captured here: {first_line(error)}"
-        if options.backend == CAPTURED:
-            raise Unsupported(problem, field="compile_backend") from error
+        if asked_for_by:
+            raise Unsupported(problem, field=asked_for_by) from error
         _log.warning("%s; they run eagerly", problem)
         return None
     _log.info(
@@ -128,7 +135,7 @@ class CapturedSteps:
         pool, sizes = cache.layers[0].blocks, buckets.largest_first()
         most_rows = max((bucket.num_rows for bucket in sizes), default=0)
         self._numbers = StepNumbers(max(map(input_size, sizes), default=0), pool.device)
-        self._logits = torch.zeros(most_rows, vocabulary_size, dtype=pool.dtype, device=pool.device)
+        self._logits = torch.zeros(most_rows, vocabulary_size, dtype=torch.float32, device=pool.device)
         self._steps: dict[Bucket, tuple[StaticInputs, Callable[[], None]]] = {}
         self.num_without_room = 0
         """Buckets that the device had no memory left for."""
@@ -167,7 +174,7 @@ class CapturedSteps:
         """Runs a step that one of the recordings holds, or that needs none; within inference mode.
 
         Returns:
-            [R, at least vocabulary_size] logits in the model's dtype, valid until the next step; None: nothing was run.
+            [R, at least vocabulary_size] logits, valid until the next step; None: nothing was run.
         """
         bucket = self._buckets.smallest_for(slices)
         if bucket not in self._steps:

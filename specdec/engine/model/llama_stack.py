@@ -136,9 +136,9 @@ class _Layer:
         self._attention_norm = _RmsNorm(layer.input_layernorm)
         self._mlp_norm = _RmsNorm(layer.post_attention_layernorm)
         self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
-        self._output = make_output(attention.o_proj.weight, attention.o_proj.bias)
+        self._output = fuse_linears((attention.o_proj,), make_output)
         self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
-        self._down = make_output(mlp.down_proj.weight, mlp.down_proj.bias)
+        self._down = fuse_linears((mlp.down_proj,), make_output)
         self._width = mlp.gate_proj.out_features
         self._activation = mlp.act_fn
         self._qk_norm = None
