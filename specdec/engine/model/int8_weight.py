@@ -74,13 +74,14 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = original.out_features, original.in_features
         self.bias = original.bias
+        self._dtype = original.weight.dtype
         self._make = make
         self.held = _rounded(original.weight.detach())
 
     @property
     def weight(self) -> torch.Tensor:
-        """What the weight was rounded to, in float32, made anew; for modules that look at it."""
-        return self.held.rounded()
+        """What the weight was rounded to, made anew; for modules that look at it."""
+        return self.held.rounded(self._dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> x W^T + b [..., out], with the weight made anew."""
