@@ -63,6 +63,7 @@ from specdec.engine.model.projection import (
     LogitsProjection,
     Projection,
     ProjectionKinds,
+    ProjectionMaker,
     keeps_both_layouts,
     relayout_linears,
 )
@@ -272,7 +273,7 @@ def _projection_kinds(model: PreTrainedModel, is_int8: bool, compiling: CompileO
     by_rows = compiling.multiplies_rows(model.device, is_int8=is_int8)
     plain = partial(Projection, both_layouts=keeps_both_layouts(model))
     # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
-    head = LogitsProjection if LogitsProjection.fits(model.get_output_embeddings().weight) else plain
+    head: ProjectionMaker = LogitsProjection if LogitsProjection.fits(model.get_output_embeddings().weight) else plain
     if not by_rows:
         return ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=head)
     # Weights that are held in int8 know what multiplies with them: where all are, what is said here goes for none.

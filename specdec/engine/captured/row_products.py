@@ -86,7 +86,11 @@ def multiply(
 
     from specdec.engine.captured.row_kernels import multiply_rows
 
-    integers, scales = weight if isinstance(weight, Int8Weight) else (weight, None)
+    scales: torch.Tensor | None = None
+    if isinstance(weight, Int8Weight):
+        integers, scales = weight
+    else:
+        integers = weight
     num_rows, (num_outputs, num_inputs) = len(inputs), integers.shape
     output = torch.empty(num_rows, num_outputs, dtype=output_dtype or inputs.dtype, device=inputs.device)
     if not num_rows:

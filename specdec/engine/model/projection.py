@@ -149,15 +149,16 @@ class ProjectionKinds:
     """Makes the look-up of a weight [V, hidden]; None: the plain one."""
 
 
-def fuse_linears(linears: Sequence[nn.Linear], make: ProjectionMaker) -> AnyProjection:
+def fuse_linears(linears: Sequence[nn.Linear | Int8Linear], make: ProjectionMaker) -> AnyProjection:
     """One projection whose outputs are those of several that share their input, side by side.
 
     Layers whose weights are rounded know what multiplies with them.
     """
-    first, *others = linears
-    if isinstance(first, Int8Linear):
-        return first.joined(others)
-    weight = torch.cat([linear.weight.detach() for linear in linears]) if others else first.weight.detach()
+    rounded = [linear for linear in linears if isinstance(linear, Int8Linear)]
+    if rounded:
+        return rounded[0].joined(rounded[1:])
+    weights = [linear.weight.detach() for linear in linears]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     biases = [linear.bias for linear in linears]
     bias = None if any(bias is None for bias in biases) else torch.cat([bias.detach() for bias in biases])
     return make(weight, bias)

@@ -96,9 +96,14 @@ class Sessions:
         return [(index, self.done(index), self.done(index) + (1, 5, 12)[index % 3]) for index in range(1, count + 1)]
 
 
-def test_a_verification_has_the_bits_of_single_rows_in_any_company(worker: Worker) -> None:
+@pytest.fixture(scope="module")
+def sessions(worker: Worker) -> Sessions:
+    """What a step stores for them is the same whenever it is run again."""
+    return Sessions(worker)
+
+
+def test_a_verification_has_the_bits_of_single_rows_in_any_company(sessions: Sessions) -> None:
     """Batches of 1 to 9, the session being first, last or in the middle."""
-    sessions = Sessions(worker)
     sessions.run((0, 0, START))
     alone = torch.cat([sessions.run((0, position, position + 1)) for position in range(START, END)])
     for count in range(9):
@@ -108,16 +113,15 @@ def test_a_verification_has_the_bits_of_single_rows_in_any_company(worker: Worke
         assert torch.equal(sessions.run(*spans), alone), count + 1
 
 
-def test_a_prompt_has_the_same_bits_in_one_piece_in_chunks_and_in_company(worker: Worker) -> None:
-    sessions = Sessions(worker)
+def test_a_prompt_has_the_same_bits_in_one_piece_in_chunks_and_in_company(sessions: Sessions) -> None:
     whole = sessions.run((0, 0, END))
     for cuts in ((0, 1, 18, END), (0, 17, 33, END)):
         parts = [sessions.run(*sessions.others(3), (0, start, end)) for start, end in itertools.pairwise(cuts)]
         assert torch.equal(torch.cat(parts), whole), cuts
 
 
-def test_its_logits_are_not_rounded_to_the_sixteen_bits_of_the_model(worker: Worker) -> None:
-    logits = Sessions(worker).run((0, 0, 20))
+def test_its_logits_are_not_rounded_to_the_sixteen_bits_of_the_model(sessions: Sessions) -> None:
+    logits = sessions.run((0, 0, 20))
     assert logits.dtype == torch.float32
     assert (logits.to(torch.bfloat16) != logits).float().mean() > 0.9
 
