@@ -196,6 +196,11 @@ class ReplicaSettings(ServiceSettings):
     """So many processes hold the model together, each its part of every layer, and run every step together: each on a
     GPU of its own, or on its share of this machine's cores. They begin and end as one."""
 
+    deterministic: bool = False
+    """A session's logits do not depend on what else is served, nor on how its tokens were cut into steps, so greedy
+    text is the same alone and in company. On a GPU this takes slower kernels; on a CPU the native kernels keep it
+    anyway. What cannot keep it is refused."""
+
     self_check: Literal["on", "off"] = "on"
     """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
     a model that this engine computes differently; off serves it as it is."""

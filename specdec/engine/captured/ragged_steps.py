@@ -30,18 +30,27 @@ _MOST_ROWS = 512
 class RaggedSteps:
     """Runs steps of any shape on one model; not recorded."""
 
-    def __init__(self, stack: RowPass, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:
+    def __init__(
+        self,
+        stack: RowPass,
+        cache: KvCache,
+        layer_kinds: Sequence[AttentionKind],
+        *,
+        takes_whole_prompts: bool = False,
+    ) -> None:
+        """takes_whole_prompts: rather than leave a lone prompt to another attention, which adds up in another order."""
         self._stack = stack
         self._cache = cache
         self._layer_kinds = tuple(layer_kinds)
+        self._takes_whole_prompts = takes_whole_prompts
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
         """Runs a step, within inference mode.
 
         Returns:
-            [R, rows of the model's head] logits in its dtype; None: nothing was run, as the eager pass is better at it.
+            [R, rows of the model's head] logits; None: nothing was run, as the eager pass is better at it.
         """
-        if len(slices) == 1 and slices[0].start == 0:
+        if len(slices) == 1 and slices[0].start == 0 and not self._takes_whole_prompts:
             return None
         device = self._cache.layers[0].blocks.device
         numbers = _Numbers.of(slices)

@@ -31,7 +31,7 @@ from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, inp
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack, RowPass
 from specdec.engine.model.model_runner import ForwardPass
-from specdec.engine.model.options import AUTO, CAPTURED, Capture, CompileOptions, GraphSource, first_line
+from specdec.engine.model.options import AUTO, CAPTURED, PAGED, Capture, CompileOptions, GraphSource, first_line
 from specdec.engine.model.start_progress import shown
 from specdec.errors import Unsupported
 
@@ -65,12 +65,15 @@ def capture_steps(
         None where steps stay eager, which one log line says.
 
     Raises:
-        Unsupported: they were asked for by name and cannot be captured.
+        Unsupported: they were asked for, by name or for their promise, and cannot be captured.
     """
+    asked_for_by = "compile_backend" if options.backend == CAPTURED else None
+    if options.is_deterministic:  # the eager pass attends, and adds up, in an order that depends on the step
+        asked_for_by = "deterministic"
     if not isinstance(forward, LlamaStack):
         problem = f"a model of type {source.model.config.model_type} has no captured steps"
-        if options.backend == CAPTURED:
-            raise Unsupported(problem, field="compile_backend")
+        if asked_for_by:
+            raise Unsupported(problem, field=asked_for_by)
         _log.info("%s: it runs eagerly", problem)
         return None
     device = source.cache.layers[0].blocks.device
@@ -78,20 +81,27 @@ def capture_steps(
     try:
         capture = options.capture or CudaCapture(device)
         attention = choose_attention(
-            source.cache, source.layer_kinds, capture, options.attention, shape.max_context_tokens
+            source.cache,
+            source.layer_kinds,
+            capture,
+            PAGED if options.is_deterministic else options.attention,
+            shape.max_context_tokens,
         )
         buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
         ragged = None
         stack: RowPass = forward
         if isinstance(attention, PagedAttention):
             stack = fuse_stack(forward, source.cache, attention, capture) or stack
-            ragged = RaggedSteps(stack, source.cache, source.layer_kinds)
+            takes_all = options.is_deterministic
+            ragged = RaggedSteps(stack, source.cache, source.layer_kinds, takes_whole_prompts=takes_all)
+        elif options.is_deterministic:
+            raise RuntimeError("--deterministic needs paged attention")
         steps = CapturedSteps(stack, source.cache, attention, buckets, shape.vocabulary_size, ragged)
         steps.record(capture)
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
         problem = f"steps cannot be captured here: {first_line(error)}"
-        if options.backend == CAPTURED:
-            raise Unsupported(problem, field="compile_backend") from error
+        if asked_for_by:
+            raise Unsupported(problem, field=asked_for_by) from error
         _log.warning("%s; they run eagerly", problem)
         return None
     _log.info(
@@ -179,7 +189,7 @@ class CapturedSteps:
         """Runs a step that one of the recordings holds, or that needs none; within inference mode.
 
         Returns:
-            [R, at least vocabulary_size] logits in the head's dtype, valid until the next step; None: nothing was run.
+            [R, at least vocabulary_size] logits, valid until the next step; None: nothing was run.
         """
         bucket = self._buckets.smallest_for(slices)
         self._newest = None

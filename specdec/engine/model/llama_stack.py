@@ -153,9 +153,9 @@ class StackLayer:
         self.attention_norm = StackNorm(layer.input_layernorm)
         self.mlp_norm = StackNorm(layer.post_attention_layernorm)
         self.qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
-        self.output = make_output(attention.o_proj.weight, attention.o_proj.bias)
+        self.output = fuse_linears((attention.o_proj,), make_output)
         self.gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
-        self.down = make_output(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.down = fuse_linears((mlp.down_proj,), make_output)
         self._width = mlp.gate_proj.out_features
         self.activation = mlp.act_fn
         self.qk_norm = None

@@ -5,8 +5,11 @@ Whatever a kernel must not read is NaN: rows after the last, rows that nobody wa
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +116,21 @@ def test_a_row_has_the_same_bits_alone_and_in_company(dtype: torch.dtype, tiling
 @pytest.fixture(autouse=True)
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     round_bfloat16(monkeypatch)
+
+
+def test_kernels_compile_for_a_hopper_card(tmp_path: Path) -> None:
+    """Without anything that spills out of registers."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    report = subprocess.run(
+        [sys.executable, "-m", "tests.support.kernel_compilation", "between_products"],
+        cwd=Path(__file__).parents[3], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    compiled = json.loads(report.stdout)
+    assert len(compiled) == 5
+    for kernel in compiled.values():
+        assert kernel["machine_code_bytes"] > 0
+        assert not kernel["spills"]
 
 
 def kernels(model: Path, counts: list[Counter[str]]) -> Counter[str]:
