@@ -37,8 +37,7 @@ def one_run(worker: Worker, tables: list[BlockTable]) -> None:
         drawn.append(logits.argmax(dim=-1))
         return drawn[-1]
 
-    if not worker.draft(plan_of(tables, 0), NUM_TOKENS, draw):
-        raise SystemExit("this worker does not draft on its device")
+    worker.draft(plan_of(tables, 0), NUM_TOKENS, draw)
     torch.stack(drawn).cpu()
 
 
@@ -69,10 +68,9 @@ def main() -> None:
         tables = [BlockTable() for _ in range(batch)]
         for table in tables:
             manager.grow(table, CONTEXT + NUM_TOKENS)
-        found[f"batch_{batch}"] = {
-            "one_run_us": median_us(one_run, worker, tables),
-            "step_by_step_us": median_us(step_by_step, worker, tables),
-        }
+        found[f"batch_{batch}"] = {"step_by_step_us": median_us(step_by_step, worker, tables)}
+        if worker.may_draft:  # not on a CPU
+            found[f"batch_{batch}"]["one_run_us"] = median_us(one_run, worker, tables)
     write(results, "step7_drafts", found)
 
 

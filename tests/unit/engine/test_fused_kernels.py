@@ -160,9 +160,9 @@ def test_a_layer_takes_ten_kernels(architecture: str, tmp_path: Path, monkeypatc
         return two - one
 
     assert of_one_layer().total() <= 10, of_one_layer()
-    # Negative control, and what the fusing is for.
-    monkeypatch.setattr("specdec.engine.captured.steps.fuse_stack", lambda *_: None)
-    assert of_one_layer().total() >= 15
+    if architecture == "llama":  # negative control, and what the fusing is for
+        monkeypatch.setattr("specdec.engine.captured.steps.fuse_stack", lambda *_: None)
+        assert of_one_layer().total() >= 15
 
 
 def wrong_sign(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -199,10 +199,10 @@ def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, m
             str(demo), device="cpu", dtype=dtype, num_kv_blocks=4, compiling=compiling, self_check=False
         )
         tokens, done = [1, 400, 301, 7, 950, 33, 1200], 0
-        for _ in range(40):
+        for _ in range(20):
             logits = worker.execute(StepPlan((piece(tokens, done, len(tokens), (2, 0, 3, 1), 1),)))
             done = len(tokens)
             tokens.append(int(logits[0].argmax()))
         texts[backend] = tokens
-    assert capture.num_replays >= 39  # and the trials
+    assert capture.num_replays >= 19  # and the trials
     assert texts["captured"] == texts["eager"]
