@@ -196,6 +196,10 @@ class ReplicaSettings(ServiceSettings):
     """So many processes hold the model together, each its part of every layer, and run every step together: each on a
     GPU of its own, or on its share of this machine's cores. They begin and end as one."""
 
+    lane: Literal["on", "off"] = "on"
+    """Take the frames of this user's coordinators on this machine over a Unix socket, too, which is quicker (Linux).
+    All others, and those for whom that fails, use gRPC. off: gRPC only."""
+
     self_check: Literal["on", "off"] = "on"
     """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
     a model that this engine computes differently; off serves it as it is."""
