@@ -140,7 +140,7 @@ class StepRunner:
         step_tokens = sum(chunk.num_tokens for chunk in chunks)
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
-            job.step_began_s, job.step_tokens = began_s, step_tokens
+            job.note_step(began_s, step_tokens)
         ready = [job for job in jobs if not job.num_pending]
         if run is not None:
             ready = self._take_drafts(run, ready)
