@@ -93,8 +93,8 @@ def _layer_s(
     bucket = Buckets((1,), attention.context_steps, max(num_tokens, 8192)).smallest_for(slices)
     if bucket is None:
         raise ValueError(f"no step of {num_sequences} sequences of {num_tokens} tokens is captured")
-    inputs = StaticInputs(bucket, StepNumbers(input_size(bucket), place), cache.num_blocks - 1,
-                          packs_tables=attention.packs_tables)  # fmt: skip
+    numbers = StepNumbers(input_size(bucket, keeps_tables=attention.tables is not None), place)
+    inputs = StaticInputs(bucket, numbers, cache.num_blocks - 1, attention.tables)
     query = torch.randn(bucket.num_rows, num_heads, dim).to(place, torch.bfloat16)
     kv_rows = torch.randn(bucket.num_rows, 2 * num_kv_heads * dim).to(place, torch.bfloat16)
     with torch.inference_mode():

@@ -1,5 +1,7 @@
 """The engine alone on one device: a step of target and draft against reading their weights once.
 
+And a step of the target with int8 weights and of one that is deterministic, against the target's as it is.
+
 A step of one row reads every weight once (of the input embedding one row), so its floor is those bytes over the copy
 bandwidth measured in the same run (bytes read plus bytes written). Not here: the services (`gpu_stack`). Called by the
 `gpu` suite.
@@ -7,13 +9,14 @@ bandwidth measured in the same run (bytes read plus bytes written). Not here: th
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from bench.random_pair import RandomPair
+from bench.random_pair import PairModel, RandomPair
 from bench.report import progress
 from bench.rows import Row
 from bench.workload import GAMMA
@@ -22,10 +25,14 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.engine.sessions.block_manager import blocks_for
+from specdec.errors import SpecdecError
 
 TARGET_LIMIT, DRAFT_LIMIT = 1.25, 2.0
 CONTEXT_TOKENS = 512
 NUM_STEPS, NUM_QUICK_STEPS = 50, 5
+DTYPE = "bfloat16"
+#: Row 49 of the agreed figures.
+INT8_SPEEDUP = 1.5
 
 
 def engine_rows(
@@ -43,25 +50,46 @@ def engine_rows(
     """
     num_steps = NUM_QUICK_STEPS if quick else NUM_STEPS
     row = partial(row, case=f"{shape}, engine alone, 1 stream, context {CONTEXT_TOKENS}")
-    with progress("gpu: engine", 3) as advance:
+    with progress("gpu: engine", 5) as advance:
         bytes_per_s = copy_bandwidth(device, copy_bytes, num_steps)
         rows = [row(system="device", metric="copy_bandwidth", value=bytes_per_s / 1e9, unit="GB/s")]
         advance()
         for name, model, limit in (("target", pair.target, TARGET_LIMIT), ("draft", pair.draft, DRAFT_LIMIT)):
-            # As the services load it.
-            compiling = CompileOptions(
-                row_counts=row_counts(GAMMA + 1), directory=cache_directory(os.environ) / "compiled"
-            )
-            directory = str(model.directory)
-            worker = load_worker(directory, device=device, dtype="bfloat16", num_kv_blocks=256, compiling=compiling)
-            step_s, floor_s = _step_s(worker, device, num_steps), model.step_bytes / bytes_per_s
+            step_s, floor_s = _loaded_step_s(model, device, num_steps), model.step_bytes / bytes_per_s
             rows.append(row(system=name, metric="step_ms", value=step_s * 1e3, unit="ms"))
             rows.append(
                 row(system=name, metric="step_over_floor", value=step_s / floor_s, unit="x", ratio_to="floor",
                     at_most=limit)
             )  # fmt: skip
             advance()
+        target_s = rows[1].value / 1e3
+        for name, dtype, is_deterministic in (("int8", "int8", False), ("deterministic", DTYPE, True)):
+            try:
+                step_s = _loaded_step_s(pair.target, device, num_steps, dtype, is_deterministic=is_deterministic)
+            except SpecdecError as error:
+                print(f"bench gpu: target, {name}: {error.message}", file=sys.stderr)
+                continue
+            finally:
+                advance()
+            of_this = partial(row, system=f"target, {name}")
+            rows.append(of_this(metric="step_ms", value=step_s * 1e3, unit="ms"))
+            rows.append(
+                of_this(metric="step_rate_ratio", value=target_s / step_s, unit="x", ratio_to="target",
+                        required=INT8_SPEEDUP if dtype == "int8" else None)
+            )  # fmt: skip
     return rows
+
+
+def _loaded_step_s(
+    model: PairModel, device: str, num_steps: int, dtype: str = DTYPE, *, is_deterministic: bool = False
+) -> float:
+    """`_step_s` of a model loaded as the services do."""
+    compiling = CompileOptions(
+        row_counts=row_counts(GAMMA + 1), directory=cache_directory(os.environ) / "compiled",
+        is_deterministic=is_deterministic,
+    )  # fmt: skip
+    worker = load_worker(str(model.directory), device=device, dtype=dtype, num_kv_blocks=256, compiling=compiling)
+    return _step_s(worker, device, num_steps)
 
 
 def _step_s(worker: Worker, device: str, num_steps: int) -> float:

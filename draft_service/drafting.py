@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_service.scoring import score_of
+from specdec.engine.drafting.device_run import DeviceRun, can_run
 from specdec.engine.drafting.drawing import Draft, Drawing
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop.job import Job, Program
+from specdec.engine.loop.job import DraftRun, Job, Program
 from specdec.engine.sessions.calls import Call
 from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest
 
@@ -22,10 +23,20 @@ from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest
 class DraftProgram(Program):
     """Turns a step's logit rows into draft tokens. Device thread only."""
 
-    def __init__(self, *, s_max: int, coverage: float, num_likeliest: int = 0, max_noted: int = 0) -> None:
-        """The first three as in `Drawing`; max_noted: jobs of one step beyond which none of them notes the likeliest
-        tokens: the step is in a hurry."""
+    def __init__(
+        self, *, s_max: int, coverage: float, num_tokens: int, num_likeliest: int = 0, max_noted: int = 0
+    ) -> None:
+        """
+        Args:
+            s_max: as in `Drawing`.
+            coverage: likewise.
+            num_tokens: of the vocabulary that drafts are in.
+            num_likeliest: as in `Drawing`.
+            max_noted: jobs of one step beyond which none of them notes the likeliest tokens: the step is in a hurry.
+        """
         self._drawing = Drawing(s_max=s_max, coverage=coverage, num_likeliest=num_likeliest)
+        self._num_tokens = num_tokens
+        self._num_likeliest = num_likeliest
         self._max_noted = max_noted
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
@@ -39,16 +50,19 @@ class DraftProgram(Program):
         """As `advance`; `is_noted`: whether the drafts note the likeliest tokens."""
         self._drawing.draw(jobs, logits, is_noted=is_noted)
         for job in jobs:
-            request, draft = job.call.request, job.progress
-            if isinstance(request, ScoreRequest):
-                if draft.is_scored(request):
-                    job.finish(Score(tuple(draft.q), forward_s=job.elapsed_s))
-                else:
-                    job.append(draft.token_ids[-1])
-            elif is_complete(job):
-                job.finish(proposal_of(job))
-            else:
-                job.append(job.progress.token_ids[-1])
+            _go_on(job)
+
+    def draft_run(self, jobs: Sequence[Job]) -> DraftRun | None:
+        """Of as many steps as all of the jobs want; see `Program.draft_run`."""
+        if jobs[0].call.yields:
+            return None
+        num_steps = min(
+            request_of(job.call).gamma - (len(job.progress.token_ids) if job.progress else 0) for job in jobs
+        )
+        if num_steps < 2 or not can_run(jobs, self._drawing.s_max, self._num_tokens):
+            return None
+        num_likeliest = self._num_likeliest if len(jobs) <= self._max_noted else 0
+        return DeviceRun(self._drawing, jobs, num_steps, num_likeliest, _go_on)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
         """See `Drawing.guess`."""
@@ -71,6 +85,19 @@ def proposal_of(job: Job) -> Proposal:
         forward_s=job.elapsed_s,
         stages=job.stages,
     )
+
+
+def _go_on(job: Job) -> None:
+    """Ends a job whose draft, or score, is complete, or runs its newest token."""
+    request, draft = job.call.request, job.progress
+    if isinstance(request, ScoreRequest):
+        if draft.is_scored(request):
+            job.finish(Score(tuple(draft.q), forward_s=job.elapsed_s))
+            return
+    elif is_complete(job):
+        job.finish(proposal_of(job))
+        return
+    job.append(draft.token_ids[-1])
 
 
 def is_complete(job: Job) -> bool:

@@ -78,6 +78,7 @@ class Proposer(ReplicaEngine):
         program = DraftProgram(
             s_max=default_s_max(worker.shape.vocabulary_size) if s_max is None else s_max,
             coverage=drafting.support_coverage,
+            num_tokens=worker.shape.vocabulary_size,
             num_likeliest=NUM_LIKELIEST if is_ahead else 0,
             max_noted=MAX_TREES,
         )

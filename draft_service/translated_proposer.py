@@ -69,7 +69,7 @@ class TranslatedProposer(ReplicaEngine):
         tokens = pair.tokens.of_model(shape.vocabulary_size, shape.eos_token_ids, pair.target_end_id)
         pair = replace(pair, tokens=tokens)
         s_max = default_s_max(pair.target_size) if drafting.max_support is None else drafting.max_support
-        program = DraftProgram(s_max=s_max, coverage=drafting.support_coverage)
+        program = DraftProgram(s_max=s_max, coverage=drafting.support_coverage, num_tokens=pair.target_size)
         device = torch.device(shape.device)
         super().__init__(worker, TranslatedProgram(program, pair, device), options, observer=observer)
         self._pair = pair

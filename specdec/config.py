@@ -196,6 +196,11 @@ class ReplicaSettings(ServiceSettings):
     """So many processes hold the model together, each its part of every layer, and run every step together: each on a
     GPU of its own, or on its share of this machine's cores. They begin and end as one."""
 
+    deterministic: bool = False
+    """A session's logits do not depend on what else is served, nor on how its tokens were cut into steps, so greedy
+    text is the same alone and in company. On a GPU this takes slower kernels; on a CPU the native kernels keep it
+    anyway. What cannot keep it is refused."""
+
     lane: Literal["on", "off"] = "on"
     """Take the frames of this user's coordinators on this machine over a Unix socket, too, which is quicker (Linux).
     All others, and those for whom that fails, use gRPC. off: gRPC only."""

@@ -19,11 +19,11 @@ FLAG = "--tensor-parallel"
 _BACKENDS = ("auto", "eager")
 
 
-def require_supported(*, device: str, dtype: str, compile_backend: str) -> None:
+def require_supported(*, device: str, dtype: str, compile_backend: str, deterministic: bool) -> None:
     """Looks at settings that are fine for one process.
 
     Raises:
-        Unsupported: steps are to be compiled or weights rounded in a way that ranks do not.
+        Unsupported: steps are to be compiled, weights rounded or rows kept apart in a way that ranks do not.
         InvalidRequest: a GPU is named that all ranks would share.
     """
     if compile_backend not in _BACKENDS:
@@ -33,6 +33,11 @@ def require_supported(*, device: str, dtype: str, compile_backend: str) -> None:
         )
     if dtype == "int8":
         raise Unsupported(f"{FLAG} does not divide int8 weights: take float32 or bfloat16", field="dtype")
+    if deterministic:
+        raise Unsupported(
+            f"{FLAG} does not go with --deterministic: ranks run eager steps, whose rows depend on each other",
+            field="deterministic",
+        )
     if ":" in device:
         raise InvalidRequest(f"{FLAG} gives each rank a device of its own: --device cuda, not {device}", field="device")
 

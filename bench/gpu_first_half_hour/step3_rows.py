@@ -1,29 +1,57 @@
-"""Minutes 6 to 8: whether a row of a layer's products has the same bits alone and in company, and what it costs."""
+"""Minutes 6 to 8: whether a row of a layer's products has the same bits alone and in company, and what it costs.
+
+By PyTorch's products, and by ours with weights of 16 and 8 bits (`--deterministic`, `--dtype int8`); ours run on a
+device only. Their tilings are guesses: `specdec.engine.captured.row_products.tiling` is to be changed by these.
+"""
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from bench.gpu_first_half_hour.results import device_name, results_folder, write
+from specdec.engine.captured.row_products import multiply
+from specdec.engine.model.int8_weight import Int8Weight, quantise
 
 # One row of an 8B model's layer, and what it is beside: a verification, streams.
-COUNTS = (1, 2, 5, 8, 16, 64)
+COUNTS = (1, 2, 5, 8, 16, 64, 512)
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
-def compare(device: str, *, reduced: bool) -> dict[str, dict[str, object]]:
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pytorch(weight: torch.Tensor) -> Product:
+    return lambda inputs: inputs @ weight.T
+
+
+def ours(weight: torch.Tensor) -> Product:
+    return partial(multiply, weight=weight)
+
+
+def ours_int8(weight: torch.Tensor) -> Product:
+    integers, scales = quantise(weight.float())
+    return partial(multiply, weight=Int8Weight(integers.to(torch.int8), scales))
+
+
+def compare(device: str, make: Callable[[torch.Tensor], Product], *, reduced: bool = False) -> dict[str, object]:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
-    found: dict[str, dict[str, object]] = {}
+    found: dict[str, object] = {}
     for name, (rows, columns) in SHAPES.items():
         if device == "cpu":
             rows, columns = rows // 16, columns // 16
         weight = torch.randn(rows, columns, device=device).to(torch.bfloat16)
         inputs = torch.randn(max(COUNTS), columns, device=device).to(torch.bfloat16)
-        alone = inputs[:1] @ weight.T
+        product_of = make(weight)
+        alone = product_of(inputs[:1])
         for count in COUNTS:
+            product = product_of(inputs[:count])
+            if device == "cuda":
+                torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(20):
-                product = inputs[:count] @ weight.T
+                product = product_of(inputs[:count])
             if device == "cuda":
                 torch.cuda.synchronize()
             each_us = (time.perf_counter() - began) / 20 * 1e6
@@ -33,7 +61,9 @@ def compare(device: str, *, reduced: bool) -> dict[str, dict[str, object]]:
 
 def main() -> None:
     folder, device = results_folder(), device_name()
-    found = {"as_it_runs": compare(device, reduced=False), "reduced_precision": compare(device, reduced=True)}
+    found = {"as_it_runs": compare(device, pytorch), "reduced_precision": compare(device, pytorch, reduced=True)}
+    if device == "cuda":
+        found |= {"ours": compare(device, ours), "ours_int8": compare(device, ours_int8)}
     write(folder, "step3_rows", found)
 
 

@@ -158,7 +158,8 @@ class Launcher:
         return [
             *own,
             *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
-            *("--self-check", args.self_check, *self._limits(role), *self._common()),
+            *("--self-check", args.self_check, *(["--deterministic"] if args.deterministic else [])),
+            *(*self._limits(role), *self._common()),
             *(word for kind in self._served.local_drafts if role == "target" for word in ("--local-draft", kind)),
         ]
 

@@ -158,7 +158,8 @@ def _require_devices(args: argparse.Namespace, served: Models) -> None:
         if up_flags.num_ranks(args, role) > 1
     }
     if divided:
-        require_supported(device=args.device, dtype=args.dtype, compile_backend=args.compile_backend)
+        require_supported(device=args.device, dtype=args.dtype, compile_backend=args.compile_backend,
+                          deterministic=args.deterministic)  # fmt: skip
     # The nodes of a cluster have devices of their own, and what is simulated needs none.
     if args.ray_address or all(model.startswith(SIMULATED_PREFIX) for model in models):
         return

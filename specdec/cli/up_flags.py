@@ -142,6 +142,11 @@ def add_parser(commands: Any) -> None:
         "--self-check", default="on", choices=["on", "off"], help="refuse models that are computed wrongly; default on"
     )
     parser.add_argument(
+        "--deterministic", action="store_true",
+        help="greedy text is the same alone and in company, on a GPU too, where that is slower; what cannot keep it is "
+        "refused",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-context-tokens", type=int, metavar="N", help="longest sequence served; default: as the models have it"
     )
     parser.add_argument(

@@ -24,7 +24,8 @@ LARGE_VOCABULARY_SUPPORT = 64
 #: Law mass a support should cover.
 DEFAULT_COVERAGE = 0.99
 
-_MAX_WEIGHT = (1 << 16) - 1
+#: Of a support's likeliest token.
+MAX_WEIGHT = (1 << 16) - 1
 
 
 def default_s_max(vocabulary_size: int) -> int:
@@ -48,7 +49,7 @@ def support_of_likeliest(
 
 def integer_shares(masses: NDArray[np.float64], largest: float) -> NDArray[np.uint16]:
     """The weights of a support's masses: shares of the largest one, uint16 beside `masses`; 0 for what is too small."""
-    return np.rint(masses / largest * _MAX_WEIGHT).astype(np.uint16)
+    return np.rint(masses / largest * MAX_WEIGHT).astype(np.uint16)
 
 
 def draw_from_support(support: Support, key: DrawKey, index: int) -> int:

@@ -8,7 +8,7 @@ several.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +20,21 @@ if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch
 
     from specdec.engine.cold_tier import ColdTier
+
+
+class LiveTable(Protocol):
+    """A sequence's own block table, which lives longer than a step. Device thread only."""
+
+    key: int
+    """Of this table and no other of the process."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice) -> list[int]: ...
+
+    def take_kept(self) -> int:
+        """How many of the first ids are what they were when this was last asked: one asks, who keeps a copy."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,8 @@ class SequenceSlice:
     """Logits are returned for the last this many tokens; 0 for a prefill chunk that is not the last."""
     draft_index: int = 0
     """In a draft step, of one token a slice: how many draft tokens the session has before the one that is drafted."""
+    table: LiveTable | None = field(default=None, compare=False, repr=False)
+    """Whose beginning `block_table` is, for who keeps a copy of it; None: nobody's. It goes to no other process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +113,8 @@ class Worker(Protocol):
     """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
 
     shape: ModelShape
+    may_draft: bool = False
+    """Whether `draft` ever works here."""
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step.
@@ -109,6 +128,20 @@ class Worker(Protocol):
             WorkerLost: this step or an earlier one lost the worker. Whatever else it raises is of this step alone.
         """
         ...
+
+    def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
+        """Runs a step and then further ones of a token of each of its sequences, without reading anything in between.
+
+        Args:
+            plan: of one logit row a slice, without copies; each slice's table has blocks for all steps.
+            num_steps: at least 1.
+            draw: given the number of a step, from 0 on, and its logits (float32 [B, V] on the device, valid within the
+                call): the tokens of the next, int64 [B] on the device. It must not wait for the device.
+
+        Returns:
+            False where this worker cannot; nothing was run then.
+        """
+        return False
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies KV blocks out; of one rank of several, its own part of them.

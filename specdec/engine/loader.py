@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.engine.base import KvLayout, ModelShape, Worker
+from specdec.engine.captured.row_products import RowProjection, require_kernel
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
@@ -44,12 +45,30 @@ from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.int8_projection import Int8Projection
+from specdec.engine.model.int8_weight import hold_in_int8
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward
-from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, GraphSource, require_backend
-from specdec.engine.model.projection import Projection, ProjectionKinds, keeps_both_layouts, relayout_linears
+from specdec.engine.model.options import (
+    AUTO,
+    CAPTURED,
+    EAGER,
+    NATIVE,
+    ROWS,
+    CompileOptions,
+    GraphSource,
+    require_backend,
+)
+from specdec.engine.model.projection import (
+    LogitsProjection,
+    Projection,
+    ProjectionKinds,
+    ProjectionMaker,
+    keeps_both_layouts,
+    relayout_linears,
+)
+from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.model.thread_choice import settle_threads
 from specdec.engine.native.library import load_library
@@ -84,7 +103,8 @@ def load_worker(
         device: `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
         dtype: `float32`, `bfloat16` or `float16`; `auto` is the checkpoint's own on a GPU, and on a CPU float32, with
             weights kept in 16 bits where the checkpoint stores them so: the same numbers, the same text, half the
-            memory read. `int8` rounds the weights of the layers' products (CPU only), all else being as in `auto`.
+            memory read. `int8` rounds the weights of the layers' products; all else is as in `auto`, on a GPU in 16
+            bits.
         kv_cache_bytes: bytes of the KV pool.
         gpu_memory_utilization: share of a CUDA device's whole memory for weights, KV pool and working memory together,
             where `kv_cache_bytes` is not given; None: nearly all that is free.
@@ -99,8 +119,9 @@ def load_worker(
     Raises:
         InvalidRequest: no such checkpoint, device, dtype or compile backend, no room for a single block, or not the
             share of the device's memory that is asked for; or a local draft does not fit the model.
-        Unsupported: not a decoder-only model, one that is computed differently here than by transformers, int8
-            elsewhere than on a CPU, a backend that cannot compile or capture it, or one that cannot draft locally.
+        Unsupported: not a decoder-only model, one that is computed differently here than by transformers, a backend
+            that cannot compile or capture it or does not take int8 on this device, one that cannot draft locally, or
+            steps whose rows depend on each other where they must not.
     """
     compiling = compiling or CompileOptions()
     require_backend(compiling.backend)
@@ -110,13 +131,25 @@ def load_worker(
     if local_drafts and (is_captured or compiling.backend not in (AUTO, NATIVE, EAGER)):
         raise Unsupported("local drafts run in native and eager steps only: take --compile-backend eager",
                           field="local_draft")  # fmt: skip
+    if compiling.is_deterministic:  # what can be told before the model is there
+        may_be_native = torch_device.type == "cpu" and compiling.backend in (AUTO, NATIVE)
+        require_keepable(compiling, torch_device, is_native=may_be_native, is_captured=is_captured)
+    by_rows = compiling.multiplies_rows(torch_device, is_int8=is_int8)
+    if by_rows:
+        require_kernel(FIELD if compiling.is_deterministic else "dtype")
+        if compiling.backend not in (AUTO, CAPTURED, EAGER):
+            raise Unsupported(f"dtype {dtype} on {torch_device.type} runs in captured and eager steps only",
+                              field="compile_backend")  # fmt: skip
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     config = load_config(model, directory)
     token_to_id = load_vocabulary(directory)
     _log.info("loading weights of %s to %s", model, torch_device)
     began_s = time.monotonic()
-    loaded = _load_model(model, directory, config, pick_dtype(dtype, torch_device), torch_device)
+    own_dtype = getattr(config, "dtype", None)
+    loaded = _load_model(model, directory, config, pick_dtype(dtype, torch_device, own_dtype), torch_device)
+    if is_int8 and by_rows:
+        hold_in_int8(loaded, RowProjection)  # before anybody asks how much memory is left
     _log.info("loaded weights in %.1f s", time.monotonic() - began_s)
     context = min(model_context(loaded.config), max_context_tokens or sys.maxsize)
     with refusing_failures(config):
@@ -140,12 +173,15 @@ def load_worker(
         shape = replace(shape, local_drafts=drafting.names, local_gammas=drafting.gammas)
         _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", blocks, blocks * BLOCK_TOKENS,
                   shape.max_context_tokens)  # fmt: skip
-        library = _native_library(compiling, loaded)
+        library = None if by_rows else _native_library(compiling, loaded)
+        if compiling.is_deterministic:
+            require_keepable(compiling, torch_device, is_native=library is not None, is_captured=is_captured)
         reference = None
         if self_check:
             _log.info("self-check: comparing with the model's own forward pass")
             began_s = time.monotonic()
-            reference = take_reference(loaded, shape, kinds, _arithmetic(loaded, is_int8, library is not None))
+            rounds_weights = is_int8 and not by_rows  # else they are rounded already
+            reference = take_reference(loaded, shape, kinds, _arithmetic(loaded, rounds_weights, library is not None))
         loaded.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=loaded.dtype, device=torch_device)
@@ -153,6 +189,8 @@ def load_worker(
         if reference is not None:
             require_same(worker, reference, config.model_type)
             _log.info("self-check passed in %.1f s", time.monotonic() - began_s)
+        if compiling.is_deterministic:
+            require_same_bits(worker)
     if measures_threads:
         settle_threads(worker)
     return worker
@@ -171,6 +209,7 @@ def _make_worker(
 ) -> Worker:
     """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
+    make_forward = partial(_forward_pass, model, is_int8, compiling)
     if library is not None:
         runner = NativeRunner(library, model, cache, kinds, shape, drafting.exits, drafting.paged_heads(cache),
                               is_int8=is_int8, is_compact=is_compact)  # fmt: skip
@@ -178,19 +217,19 @@ def _make_worker(
         return runner
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
     if drafting.names:
-        forward = _forward_pass(model, is_int8, taps=True)
+        forward = make_forward(taps=True)
         return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device,
                            drafts=draft_passes(drafting.exits, model, forward),
                            heads=drafting.paged_heads(cache))  # fmt: skip
-    forward = forward_pass(compiling, source, partial(_forward_pass, model, is_int8))
+    forward = forward_pass(compiling, source, make_forward)
     is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
     recorded = capture_steps(compiling, source, forward, shape) if is_captured else None
     return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device, recorded=recorded)
 
 
-def _arithmetic(model: PreTrainedModel, is_int8: bool, is_native: bool) -> Arithmetic:
+def _arithmetic(model: PreTrainedModel, rounds_weights: bool, is_native: bool) -> Arithmetic:
     """What the worker to be made of `model` rounds."""
-    if not is_int8:
+    if not rounds_weights:
         return Arithmetic(torch.finfo(model.dtype).eps)
     if is_native:  # activations have 16 bits, of which a row's largest takes all
         return Arithmetic(torch.finfo(torch.float16).eps, NativeRunner.round_weight)
@@ -219,16 +258,29 @@ def _native_library(compiling: CompileOptions, model: PreTrainedModel) -> ctypes
     return None
 
 
-def _forward_pass(model: PreTrainedModel, is_int8: bool, *, taps: bool = False) -> ForwardPass:
+def _forward_pass(
+    model: PreTrainedModel, is_int8: bool, compiling: CompileOptions, *, taps: bool = False
+) -> ForwardPass:
     """`taps`: the layers' outputs are wanted too."""
-    plain = partial(Projection, both_layouts=keeps_both_layouts(model))
-    # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
-    kinds = ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=plain)
+    kinds = _projection_kinds(model, is_int8, compiling)
     if LlamaStack.fits(model):
         return LlamaStack(model, kinds)
-    if model.device.type == "cpu":
+    if is_int8 or model.device.type == "cpu":
         relayout_linears(model, kinds)
     return TransformersForward(model, tuple(decoder_layers(model)) if taps else ())
+
+
+def _projection_kinds(model: PreTrainedModel, is_int8: bool, compiling: CompileOptions) -> ProjectionKinds:
+    by_rows = compiling.multiplies_rows(model.device, is_int8=is_int8)
+    plain = partial(Projection, both_layouts=keeps_both_layouts(model))
+    # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
+    head: ProjectionMaker = LogitsProjection if LogitsProjection.fits(model.get_output_embeddings().weight) else plain
+    if not by_rows:
+        return ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=head)
+    # Weights that are held in int8 know what multiplies with them: where all are, what is said here goes for none.
+    if not (compiling.is_deterministic or compiling.products == ROWS):
+        return ProjectionKinds(inner=plain, head=head)
+    return ProjectionKinds(inner=RowProjection, head=partial(RowProjection, output_dtype=torch.float32))
 
 
 def _load_model(

@@ -171,6 +171,7 @@ def _model_of(settings: ReplicaSettings) -> RankModel:
         device=settings.device,
         dtype=settings.dtype,
         compile_backend=settings.compile_backend,
+        deterministic=settings.deterministic,
         kv_cache_bytes=settings.kv_cache_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_context_tokens=settings.max_context_tokens,

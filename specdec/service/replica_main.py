@@ -245,7 +245,10 @@ def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, 
         and "OMP_NUM_THREADS" not in os.environ
         and settings.compile_backend in (AUTO, NATIVE, EAGER),
         compiling=CompileOptions(
-            settings.compile_backend, row_counts(num_decode_rows), cache_directory(os.environ) / "compiled"
+            settings.compile_backend,
+            row_counts(num_decode_rows),
+            cache_directory(os.environ) / "compiled",
+            is_deterministic=settings.deterministic,
         ),
         self_check=settings.self_check == "on",
         local_drafts=local_drafts,

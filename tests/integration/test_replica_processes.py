@@ -178,6 +178,17 @@ async def test_a_model_that_is_computed_wrongly_is_one_line_and_never_serves(ser
         assert process.returncode is None
 
 
+async def test_a_promise_that_cannot_be_kept_is_one_line_and_never_serves(model: Path) -> None:
+    flags = ("--model", str(model), "--redis-url", "memory://", "--compile-backend", "eager", "--deterministic")
+    process = await start("target_service", "--listen", "127.0.0.1:0", *flags)
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
+    assert error == (
+        "error: UNIMPLEMENTED UNSUPPORTED: --deterministic on cpu needs native kernels, not --compile-backend eager"
+    )
+
+
 async def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

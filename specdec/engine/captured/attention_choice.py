@@ -42,7 +42,11 @@ _TRIAL_TOLERANCE = 0.05
 
 
 def choose_attention(
-    cache: KvCache, layer_kinds: Sequence[AttentionKind], capture: Capture, wanted: str | None
+    cache: KvCache,
+    layer_kinds: Sequence[AttentionKind],
+    capture: Capture,
+    wanted: str | None,
+    max_context_tokens: int,
 ) -> StaticAttention:
     """The attention that steps of these layers are captured with.
 
@@ -51,13 +55,14 @@ def choose_attention(
         layer_kinds: of its layers.
         capture: records steps.
         wanted: see `CompileOptions.attention`.
+        max_context_tokens: of one sequence.
     """
     is_cuda = cache.layers[0].blocks.device.type == "cuda"
     if (wanted or (PAGED if is_cuda else GATHERED)) == GATHERED:
         return GatheredAttention(cache, layer_kinds)
     problem = _problem_of_kernels(cache, layer_kinds, capture)
     if problem is None:
-        return PagedAttention(cache, layer_kinds)
+        return PagedAttention(cache, layer_kinds, max_context_tokens)
     _log.warning("%s; steps gather their blocks instead, which is slower with long contexts", problem)
     return GatheredAttention(cache, layer_kinds)
 
@@ -95,8 +100,8 @@ def _difference(
     outputs = []
     for attention_class, record in ((GatheredAttention, None), (PagedAttention, capture)):
         attention: StaticAttention = attention_class(cache, [kind])
-        numbers = StepNumbers(input_size(_TRIAL_BUCKET), device)
-        inputs = StaticInputs(_TRIAL_BUCKET, numbers, _TRIAL_BLOCKS - 1, packs_tables=attention.packs_tables)
+        numbers = StepNumbers(input_size(_TRIAL_BUCKET, keeps_tables=attention.tables is not None), device)
+        inputs = StaticInputs(_TRIAL_BUCKET, numbers, _TRIAL_BLOCKS - 1, attention.tables)
         inputs.fill(_TRIAL_SLICES)
         output = torch.zeros(num_rows, num_heads, shape.value_dim, dtype=dtype, device=device)
 

@@ -14,6 +14,8 @@ from specdec.engine.base import SequenceSlice
 from specdec.types import BLOCK_TOKENS
 
 _NUM_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+#: Of one step.
+MOST_SEQUENCES = _NUM_SEQUENCES[-1]
 # Beyond, a step's own work outweighs what capturing saves. Its logits are allocated for good: 128 MiB with 128,000
 # tokens in two bytes each.
 _MOST_ROWS = 512

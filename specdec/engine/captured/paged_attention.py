@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.engine.captured.buckets import ContextSteps
+from specdec.engine.captured.device_tables import DeviceTables
 from specdec.engine.captured.static_attention import step_batch
 from specdec.engine.captured.static_inputs import StaticInputs
 from specdec.engine.model.attention import RowContext
@@ -143,20 +144,27 @@ class PagedAttention:
 
     name = "paged"
     context_steps: ContextSteps | None = None
-    packs_tables = True
 
-    def __init__(self, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:
+    def __init__(
+        self, cache: KvCache, layer_kinds: Sequence[AttentionKind], max_context_tokens: int | None = None
+    ) -> None:
+        """max_context_tokens: of one sequence; None: as many as the cache holds."""
+        most_blocks = cache.num_blocks
+        if max_context_tokens is not None:
+            most_blocks = min(most_blocks, -(-max_context_tokens // BLOCK_TOKENS))
+        self.tables = DeviceTables(most_blocks, cache.num_blocks - 1, cache.layers[0].blocks.device)
         self._cache = cache
         self._layer_kinds = tuple(layer_kinds)
 
     def lay_out(self, inputs: StaticInputs) -> tuple[StepBatch, RowContext]:
-        columns, bucket = inputs.on_device, inputs.bucket
+        columns, bucket, tables = inputs.on_device, inputs.bucket, self.tables
+        tables.apply(columns.changed_at, columns.changed_to)
         batch = step_batch(inputs, ())
         device = columns.slots.device
         rows = RaggedRows(
             first_rows=torch.arange(0, bucket.num_rows + 1, bucket.width, dtype=torch.int32, device=device),
             lengths=columns.lengths,
-            tables=columns.tables,
+            tables=tables.on_device,
             table_firsts=columns.table_firsts,
         )
         return batch, _KernelContext(batch, self._cache, self._layer_kinds, rows)
@@ -174,8 +182,13 @@ class _KernelContext:
     def attend_rows(
         self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
+        layer = self.cache.layers[layer_index]
         if self.batch.opened_blocks is not None:
             layer.clear(self.batch.opened_blocks)  # eager steps read behind masks
         layer.write(self.batch.slots, kv_rows)
+        return self.attend(layer_index, query, scale, softcap)
+
+    def attend(self, layer_index: int, query: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+        """See `engine.captured.fused_stack.StoredContext`: no block needs to be cleared for it."""
+        layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
         return paged_attention(query, layer, kind, self.rows, scale=scale, softcap=softcap)

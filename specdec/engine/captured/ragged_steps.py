@@ -20,7 +20,7 @@ from specdec.engine.captured import paged_attention as kernels
 from specdec.engine.captured.paged_attention import RaggedRows
 from specdec.engine.model.batch import AttentionKind, StepBatch, opened_blocks
 from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.llama_stack import RowPass
 from specdec.types import BLOCK_TOKENS
 
 # Of one launch: their partial sums take 134 MB with 32 heads of 128.
@@ -30,18 +30,27 @@ _MOST_ROWS = 512
 class RaggedSteps:
     """Runs steps of any shape on one model; not recorded."""
 
-    def __init__(self, stack: LlamaStack, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:
+    def __init__(
+        self,
+        stack: RowPass,
+        cache: KvCache,
+        layer_kinds: Sequence[AttentionKind],
+        *,
+        takes_whole_prompts: bool = False,
+    ) -> None:
+        """takes_whole_prompts: rather than leave a lone prompt to another attention, which adds up in another order."""
         self._stack = stack
         self._cache = cache
         self._layer_kinds = tuple(layer_kinds)
+        self._takes_whole_prompts = takes_whole_prompts
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
         """Runs a step, within inference mode.
 
         Returns:
-            [R, rows of the model's head] logits in its dtype; None: nothing was run, as the eager pass is better at it.
+            [R, rows of the model's head] logits; None: nothing was run, as the eager pass is better at it.
         """
-        if len(slices) == 1 and slices[0].start == 0:
+        if len(slices) == 1 and slices[0].start == 0 and not self._takes_whole_prompts:
             return None
         device = self._cache.layers[0].blocks.device
         numbers = _Numbers.of(slices)
@@ -126,10 +135,15 @@ class _LaunchedContext:
     def attend_rows(
         self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
+        layer = self.cache.layers[layer_index]
         if self.batch.opened_blocks is not None:
             layer.clear(self.batch.opened_blocks)
         layer.write(self.batch.slots, kv_rows)
+        return self.attend(layer_index, query, scale, softcap)
+
+    def attend(self, layer_index: int, query: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+        """See `engine.captured.fused_stack.StoredContext`."""
+        layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
         outputs = [
             kernels.paged_attention(query[own], layer, kind, rows, scale=scale, softcap=softcap)
             for own, rows in self.launches

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from specdec.engine.captured.buckets import ContextSteps
+from specdec.engine.captured.device_tables import DeviceTables
 from specdec.engine.captured.static_inputs import StaticInputs
 from specdec.engine.model.attention import PagedContext, RowContext
 from specdec.engine.model.batch import AttentionGroup, AttentionKind, KvView, StepBatch
@@ -26,8 +27,10 @@ class StaticAttention(Protocol):
     name: str
     context_steps: ContextSteps | None
     """Contexts whose steps are recorded apart; None: one recording serves any."""
-    packs_tables: bool
-    """Whether block tables are wanted one after the other, none longer than its context, or as a rectangle."""
+
+    @property
+    def tables(self) -> DeviceTables | None:
+        """Block tables that stay on the device; None: a step brings its own, as a rectangle."""
 
     def lay_out(self, inputs: StaticInputs) -> tuple[StepBatch, RowContext]:
         """What the forward pass of a step takes. Runs within the step: what it makes is made again by each replay."""
@@ -41,7 +44,7 @@ class GatheredAttention:
     # Copying a context four times too long is a few percent of a step of one sequence of a large model; of many
     # sequences it would be most of it, and the copies need room.
     context_steps: ContextSteps | None = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
-    packs_tables = False
+    tables = None
 
     def __init__(self, cache: KvCache, layer_kinds: Sequence[AttentionKind]) -> None:
         self._cache = cache

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from specdec.engine.base import SequenceSlice
 from specdec.engine.captured.buckets import Bucket
+from specdec.engine.captured.device_tables import CHANGES_PER_SEQUENCE, DeviceTables
 from specdec.types import BLOCK_TOKENS
 
 NumbersT = TypeVar("NumbersT", torch.Tensor, NDArray[np.int64])
@@ -55,41 +56,47 @@ class _Columns(NamedTuple, Generic[NumbersT]):
     logit_rows: NumbersT  # [B, W], of which a step uses the first ones: rows of the rectangle
     opened_blocks: NumbersT  # [B]
     lengths: NumbersT  # [B]: tokens with KV once the step's are stored
-    table_firsts: NumbersT  # [B]: where in `tables` a sequence's block ids begin
-    tables: NumbersT  # [at least B * N]
+    table_firsts: NumbersT  # [B]: where a sequence's block ids begin
+    changed_at: NumbersT  # [B * CHANGES_PER_SEQUENCE]: entries of tables on the device, see `DeviceTables`
+    changed_to: NumbersT  # likewise: their ids
+    tables: NumbersT  # [B * N], where tables are not on the device
 
 
-def input_size(bucket: Bucket) -> int:
-    """How many numbers a step of a bucket has."""
-    return _first_table(bucket) + bucket.num_blocks * bucket.num_sequences + 1  # and the block of padding
+def input_size(bucket: Bucket, *, keeps_tables: bool) -> int:
+    """How many numbers a step of a bucket has; `keeps_tables`: whether its tables are on the device."""
+    return _first_table(bucket) + (0 if keeps_tables else bucket.num_blocks * bucket.num_sequences)
 
 
 def _first_table(bucket: Bucket) -> int:
-    return 4 * bucket.num_rows + 3 * bucket.num_sequences
+    return 4 * bucket.num_rows + (3 + 2 * CHANGES_PER_SEQUENCE) * bucket.num_sequences
 
 
 def _lay_out(bucket: Bucket, numbers: NumbersT) -> _Columns[NumbersT]:
     B, W = bucket.num_sequences, bucket.width
     per_row = numbers[: 4 * B * W].reshape(4, B, W)
-    opened_blocks, lengths, table_firsts = numbers[4 * B * W : _first_table(bucket)].reshape(3, B)
-    tables = numbers[_first_table(bucket) : input_size(bucket)]
-    return _Columns(per_row[0], per_row[1], per_row[2], per_row[3], opened_blocks, lengths, table_firsts, tables)
+    first_change, first_table = 4 * B * W + 3 * B, _first_table(bucket)
+    opened_blocks, lengths, table_firsts = numbers[4 * B * W : first_change].reshape(3, B)
+    changed_at, changed_to = numbers[first_change:first_table].reshape(2, -1)
+    tables = numbers[first_table : first_table + B * bucket.num_blocks]  # no numbers where there are none
+    return _Columns(
+        per_row[0], per_row[1], per_row[2], per_row[3], opened_blocks, lengths, table_firsts, changed_at, changed_to,
+        tables,
+    )  # fmt: skip
 
 
 class StaticInputs:
     """What a step of one bucket reads: the tensors stay, `fill` changes what is in them."""
 
-    def __init__(self, bucket: Bucket, numbers: StepNumbers, scratch_block: int, *, packs_tables: bool) -> None:
+    def __init__(self, bucket: Bucket, numbers: StepNumbers, scratch_block: int, tables: DeviceTables | None) -> None:
         """
         Args:
             bucket: its size.
             numbers: where its numbers are, those of other buckets too.
             scratch_block: a block of the pool that no sequence ever has.
-            packs_tables: whether the block ids of each sequence follow those of the one before, and no more of them
-                than its context has; else each has as many as the bucket, whatever is read of them.
+            tables: those on the device; None: a step brings its own, each as long as the bucket's contexts.
         """
         self.bucket = bucket
-        self._packs_tables = packs_tables
+        self.tables = tables
         self.on_device = _lay_out(bucket, numbers.on_device)
         self._numbers = numbers
         self._scratch_block = scratch_block
@@ -103,41 +110,38 @@ class StaticInputs:
         columns.logit_rows[:] = 0
         columns.opened_blocks[:] = self._scratch_block
         columns.lengths[:] = 1
-        num_entries = self._fill_tables(columns, slices)
+        if self.tables is None:
+            tables = columns.tables
+            self._fill_tables(columns, slices)
+        else:
+            tables = self.tables.host
+            columns.table_firsts[:] = self.tables.padding_entry
+            columns.table_firsts[: len(slices)] = self.tables.place(slices, columns.changed_at, columns.changed_to)
         if slices:
-            self._fill_rows(columns, slices)
-        self._numbers.upload(_first_table(self.bucket) + num_entries)
+            self._fill_rows(columns, slices, tables)
+        self._numbers.upload(input_size(self.bucket, keeps_tables=self.tables is not None))
 
-    def _fill_tables(self, columns: _Columns[NDArray[np.int64]], slices: Sequence[SequenceSlice]) -> int:
-        """Returns how many entries there are."""
-        tables, width = columns.tables, self.bucket.num_blocks
-        tables[0] = self._scratch_block
-        end = 1
-        if not self._packs_tables:
-            end = self.bucket.num_sequences * width
-            tables[:end] = self._scratch_block
-        columns.table_firsts[:] = 0 if self._packs_tables else np.arange(0, end, width)
+    def _fill_tables(self, columns: _Columns[NDArray[np.int64]], slices: Sequence[SequenceSlice]) -> None:
+        width = self.bucket.num_blocks
+        columns.tables[:] = self._scratch_block
+        columns.table_firsts[:] = np.arange(0, len(columns.tables), width)
         for index, piece in enumerate(slices):
             num_blocks = -(-(piece.start + len(piece.token_ids)) // BLOCK_TOKENS)
-            if self._packs_tables:
-                columns.table_firsts[index] = end
-                tables[end : end + num_blocks] = piece.block_table[:num_blocks]
-                end += num_blocks
-            else:
-                table = tables[index * width : (index + 1) * width]
-                table[:num_blocks] = piece.block_table[:num_blocks]
-                # Read behind the mask: another sequence's numbers must not enter the sum even there.
-                table[num_blocks:] = piece.block_table[0]
-        return end
+            table = columns.tables[index * width : (index + 1) * width]
+            table[:num_blocks] = piece.block_table[:num_blocks]
+            # Read behind the mask: another sequence's numbers must not enter the sum even there.
+            table[num_blocks:] = piece.block_table[0]
 
-    def _fill_rows(self, columns: _Columns[NDArray[np.int64]], slices: Sequence[SequenceSlice]) -> None:
+    def _fill_rows(
+        self, columns: _Columns[NDArray[np.int64]], slices: Sequence[SequenceSlice], tables: NDArray[np.int64]
+    ) -> None:
         n, W = len(slices), self.bucket.width
         starts = np.array([piece.start for piece in slices])
         ends = starts + [len(piece.token_ids) for piece in slices]
         positions = ends[:, None] - W + np.arange(W)  # [n, W]
         is_padding = positions < starts[:, None]
         positions = np.maximum(positions, starts[:, None])
-        tables, firsts = columns.tables, columns.table_firsts[:n]
+        firsts = columns.table_firsts[:n]
         own_slots = tables[firsts[:, None] + positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
         columns.positions[:n] = positions
         columns.slots[:n] = np.where(is_padding, columns.slots[:n], own_slots)

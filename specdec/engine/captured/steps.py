@@ -22,14 +22,16 @@ from specdec.engine.base import ModelShape, SequenceSlice
 from specdec.engine.captured.attention_choice import choose_attention
 from specdec.engine.captured.buckets import Bucket, Buckets
 from specdec.engine.captured.capture import CudaCapture
+from specdec.engine.captured.follow_up import FollowUp, last_tokens
+from specdec.engine.captured.fused_stack import fuse_stack
 from specdec.engine.captured.paged_attention import PagedAttention
 from specdec.engine.captured.ragged_steps import RaggedSteps
 from specdec.engine.captured.static_attention import StaticAttention
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.llama_stack import LlamaStack, RowPass
 from specdec.engine.model.model_runner import ForwardPass
-from specdec.engine.model.options import AUTO, CAPTURED, Capture, CompileOptions, GraphSource, first_line
+from specdec.engine.model.options import AUTO, CAPTURED, PAGED, Capture, CompileOptions, GraphSource, first_line
 from specdec.engine.model.start_progress import shown
 from specdec.errors import Unsupported
 
@@ -63,29 +65,43 @@ def capture_steps(
         None where steps stay eager, which one log line says.
 
     Raises:
-        Unsupported: they were asked for by name and cannot be captured.
+        Unsupported: they were asked for, by name or for their promise, and cannot be captured.
     """
+    asked_for_by = "compile_backend" if options.backend == CAPTURED else None
+    if options.is_deterministic:  # the eager pass attends, and adds up, in an order that depends on the step
+        asked_for_by = "deterministic"
     if not isinstance(forward, LlamaStack):
         problem = f"a model of type {source.model.config.model_type} has no captured steps"
-        if options.backend == CAPTURED:
-            raise Unsupported(problem, field="compile_backend")
+        if asked_for_by:
+            raise Unsupported(problem, field=asked_for_by)
         _log.info("%s: it runs eagerly", problem)
         return None
     device = source.cache.layers[0].blocks.device
     began_s = time.monotonic()
     try:
         capture = options.capture or CudaCapture(device)
-        attention = choose_attention(source.cache, source.layer_kinds, capture, options.attention)
+        attention = choose_attention(
+            source.cache,
+            source.layer_kinds,
+            capture,
+            PAGED if options.is_deterministic else options.attention,
+            shape.max_context_tokens,
+        )
         buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
         ragged = None
+        stack: RowPass = forward
         if isinstance(attention, PagedAttention):
-            ragged = RaggedSteps(forward, source.cache, source.layer_kinds)
-        steps = CapturedSteps(forward, source.cache, attention, buckets, shape.vocabulary_size, ragged)
+            stack = fuse_stack(forward, source.cache, attention, capture) or stack
+            takes_all = options.is_deterministic
+            ragged = RaggedSteps(stack, source.cache, source.layer_kinds, takes_whole_prompts=takes_all)
+        elif options.is_deterministic:
+            raise RuntimeError("--deterministic needs paged attention")
+        steps = CapturedSteps(stack, source.cache, attention, buckets, shape.vocabulary_size, ragged)
         steps.record(capture)
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
         problem = f"steps cannot be captured here: {first_line(error)}"
-        if options.backend == CAPTURED:
-            raise Unsupported(problem, field="compile_backend") from error
+        if asked_for_by:
+            raise Unsupported(problem, field=asked_for_by) from error
         _log.warning("%s; they run eagerly", problem)
         return None
     _log.info(
@@ -103,7 +119,7 @@ class CapturedSteps:
 
     def __init__(
         self,
-        stack: LlamaStack,
+        stack: RowPass,
         cache: KvCache,
         attention: StaticAttention,
         buckets: Buckets,
@@ -113,7 +129,7 @@ class CapturedSteps:
         """Allocates the buffers.
 
         Args:
-            stack: the eager pass.
+            stack: the pass.
             cache: the pool; its last block is the scratch block, which no sequence may have.
             attention: over `cache`.
             buckets: what to record.
@@ -127,9 +143,15 @@ class CapturedSteps:
         self._scratch_block = cache.num_blocks - 1
         pool, sizes = cache.layers[0].blocks, buckets.largest_first()
         most_rows = max((bucket.num_rows for bucket in sizes), default=0)
-        self._numbers = StepNumbers(max(map(input_size, sizes), default=0), pool.device)
-        self._logits = torch.zeros(most_rows, vocabulary_size, dtype=pool.dtype, device=pool.device)
+        # Steps of one row follow others on the device: what they read must not lie where the others' numbers do.
+        most_numbers = [0, 0]
+        for bucket in sizes:
+            size = input_size(bucket, keeps_tables=attention.tables is not None)
+            most_numbers[bucket.width == 1] = max(most_numbers[bucket.width == 1], size)
+        self._numbers = [StepNumbers(most, pool.device) for most in most_numbers]
+        self._logits = torch.zeros(most_rows, vocabulary_size, dtype=torch.float32, device=pool.device)
         self._steps: dict[Bucket, tuple[StaticInputs, Callable[[], None]]] = {}
+        self._newest: StaticInputs | None = None
         self.num_without_room = 0
         """Buckets that the device had no memory left for."""
 
@@ -147,7 +169,7 @@ class CapturedSteps:
             for part in shown(parts, "capturing step graphs", lambda part: f"{part[0].num_sequences} sequences"):
                 for bucket in part:
                     inputs = StaticInputs(
-                        bucket, self._numbers, self._scratch_block, packs_tables=self._attention.packs_tables
+                        bucket, self._numbers[bucket.width == 1], self._scratch_block, self._attention.tables
                     )
                     inputs.fill(())
                     try:
@@ -167,12 +189,52 @@ class CapturedSteps:
         """Runs a step that one of the recordings holds, or that needs none; within inference mode.
 
         Returns:
-            [R, at least vocabulary_size] logits in the model's dtype, valid until the next step; None: nothing was run.
+            [R, at least vocabulary_size] logits, valid until the next step; None: nothing was run.
         """
         bucket = self._buckets.smallest_for(slices)
+        self._newest = None
         if bucket not in self._steps:
             return None if self._ragged is None else self._ragged.run(slices)
         inputs, replay = self._steps[bucket]
         inputs.fill(slices)
         replay()
+        self._newest = inputs
         return self._logits[: sum(piece.num_logit_rows for piece in slices)]
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether `can_follow` is ever true: tables are on the device, and steps of one row recorded."""
+        return self._attention.tables is not None and any(bucket.width == 1 for bucket in self._steps)
+
+    def can_follow(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Whether `follow_up` works after a step of these slices."""
+        bucket = self._buckets.smallest_for(last_tokens(slices))
+        return self.may_follow and bucket in self._steps and bucket.width == 1
+
+    def follow_up(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Further steps of a step's sequences, one token each; within inference mode.
+
+        Args:
+            slices: what was run last, of one logit row each; their tables reach as far as the further steps do.
+
+        Returns:
+            Of the tokens, int64 on the device, in the order of the slices: their logits as from `run`. The next step of
+            another kind ends it.
+        """
+        slices = last_tokens(slices)
+        bucket = self._buckets.smallest_for(slices)
+        assert bucket is not None
+        inputs, replay = self._steps[bucket]
+        if self._newest is not inputs:
+            inputs.fill(slices)
+            tables = self._attention.tables
+            assert tables is not None
+            # Slots are looked up before the first of the steps applies what its numbers bring.
+            tables.apply(inputs.on_device.changed_at, inputs.on_device.changed_to)
+        steps = FollowUp(inputs, replay, len(slices), self._scratch_block)
+
+        def run(token_ids: torch.Tensor) -> torch.Tensor:
+            steps.run(token_ids)
+            return self._logits[: len(slices)]
+
+        return run

@@ -106,8 +106,8 @@ class Drawing:
             coverage: share of the distribution a support covers.
             num_likeliest: how many of the likeliest tokens a draft notes at each position.
         """
-        self._s_max = s_max
-        self._coverage = coverage
+        self.s_max = s_max
+        self.coverage = coverage
         self._num_likeliest = num_likeliest
         self._draw = {
             RowKind.GREEDY: self._draw_greedy,
@@ -155,12 +155,12 @@ class Drawing:
 
     def cut(self, distributions: torch.Tensor) -> Sequence[tuple[Support, float]]:
         """What drafts are drawn from, of distributions (float64 [R, V]): supports, each with the mass outside it."""
-        return cut_supports(distributions, self._s_max, self._coverage)
+        return cut_supports(distributions, self.s_max, self.coverage)
 
     def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         if num_likeliest:
             _note(jobs, _likeliest(_greedy_scores(jobs, logits.values), num_likeliest))
-        return greedy_choices(logits, [_context(job) for job in jobs])
+        return greedy_choices(logits, [context_of(job) for job in jobs])
 
     def _draw_coupled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
         token_ids: list[int]
@@ -173,10 +173,22 @@ class Drawing:
         return token_ids
 
     def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
-        distributions = filtered_distributions(logits.values, [_context(job) for job in jobs])
+        distributions = filtered_distributions(logits.values, [context_of(job) for job in jobs])
+        return self.draw_from_cuts(jobs, self.cut(distributions), num_likeliest)
+
+    def draw_from_cuts(
+        self, jobs: Sequence[Job], cuts: Sequence[tuple[Support, float]], num_likeliest: int
+    ) -> list[int]:
+        """Draws a token a job from its support, and adds all but the token to the draft in `job.progress`.
+
+        Args:
+            jobs: of rounds whose distributions travel.
+            cuts: as from `cut`.
+            num_likeliest: how many of the likeliest tokens the drafts note; 0: none.
+        """
         token_ids = []
-        for job, (support, lost_mass) in zip(jobs, self.cut(distributions), strict=True):
-            token_ids.append(draw_from_support(support, _draw_key(job), len(job.progress.token_ids)))
+        for job, (support, lost_mass) in zip(jobs, cuts, strict=True):
+            token_ids.append(draw_from_support(support, draw_key_of(job), len(job.progress.token_ids)))
             job.progress.supports.append(support)
             job.progress.lost_mass.append(lost_mass)
             if num_likeliest:
@@ -198,7 +210,7 @@ def _batches(jobs: Sequence[Job], num_tokens: int) -> list[tuple[RowKind, list[J
 
 
 def _greedy_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
-    contexts = [_context(job) for job in jobs]
+    contexts = [context_of(job) for job in jobs]
     return processed_logits(logits, contexts) if any(c.changes_logits for c in contexts) else logits
 
 
@@ -209,7 +221,7 @@ def _coupled_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
 def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
     """Laws, seeds, turns and positions: what a coupled token is drawn from."""
     return (
-        filtered_distributions(logits, [_context(job) for job in jobs]),
+        filtered_distributions(logits, [context_of(job) for job in jobs]),
         [job.call.position.seed for job in jobs],
         [job.call.position.turn for job in jobs],
         [len(job.token_ids) for job in jobs],
@@ -218,9 +230,9 @@ def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tens
 
 def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
     """q at the bonus position, and above all the token that q gives where the target draws its bonus token from p."""
-    distributions = filtered_distributions(logits, [_context(job) for job in jobs])
+    distributions = filtered_distributions(logits, [context_of(job) for job in jobs])
     uniforms = [
-        _draw_key(job).uniform(len(job.token_ids) - job.call.position.committed_len, Stream.BONUS) for job in jobs
+        draw_key_of(job).uniform(len(job.token_ids) - job.call.position.committed_len, Stream.BONUS) for job in jobs
     ]
     for distribution, uniform in zip(distributions, uniforms, strict=True):
         distribution[index_at_uniform(distribution.cpu().numpy(), uniform)] = 1.0
@@ -244,10 +256,12 @@ def _note(jobs: Sequence[Job], likeliest: list[list[int]]) -> None:
         job.progress.likeliest.append(token_ids)
 
 
-def _context(job: Job) -> FilterContext:
+def context_of(job: Job) -> FilterContext:
+    """What the next distribution of a job depends on besides its logits."""
     return FilterContext(job.call.position.filters, job.token_ids, job.call.position.output_start)
 
 
-def _draw_key(job: Job) -> DrawKey:
+def draw_key_of(job: Job) -> DrawKey:
+    """The key of a job's draws from its drafts' supports."""
     asked = job.call.position
     return DrawKey(asked.seed, asked.turn, asked.committed_len)

@@ -136,6 +136,11 @@ def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContex
     return distributions
 
 
+def needs_reading(filters: SamplingFilters, num_tokens: int) -> bool:
+    """Whether making a distribution asks the device how far its likeliest tokens reach: top-p without top-k does."""
+    return filters.top_p < 1.0 and not _limits_number(filters, num_tokens)
+
+
 def _limits_number(filters: SamplingFilters, num_tokens: int) -> bool:
     """Whether top-k cuts anything off a row of `num_tokens` tokens."""
     return 0 < filters.top_k < num_tokens

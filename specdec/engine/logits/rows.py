@@ -25,7 +25,7 @@ from specdec.engine.logits.transfer import to_device, to_host
 from specdec.types import DistributionRow, LogitRow, Support, TokenIds
 
 #: Candidates a support is cut from before the whole of `s_max` is looked at.
-_FIRST_CANDIDATES = 512
+FIRST_CANDIDATES = 512
 
 #: Tokens per partial sum when z is drawn.
 _TAIL_BLOCK = 512
@@ -57,9 +57,9 @@ def cut_supports(
         R supports and the distribution mass outside each, 0..1.
     """
     s_max = min(s_max, distributions.shape[-1])
-    if s_max > _FIRST_CANDIDATES and distributions.device.type == "cpu":
+    if s_max > FIRST_CANDIDATES and distributions.device.type == "cpu":
         return [_cut_by_mass(distribution, s_max, coverage) for distribution in distributions.numpy()]
-    first = min(s_max, _FIRST_CANDIDATES)
+    first = min(s_max, FIRST_CANDIDATES)
     candidates = likeliest(distributions, first, floor=0.0)
     masses, ids = to_host(*candidates)  # [R, first]
     short = np.flatnonzero(masses.sum(axis=-1) < coverage) if first < s_max else np.empty(0, dtype=np.int64)
@@ -150,7 +150,7 @@ def coupled_choices(
     Returns:
         The chosen ids and their probabilities.
     """
-    keys = _noise_keys(seeds, turns, positions, distributions.device)
+    keys = noise_keys(seeds, turns, positions, distributions.device)
     rows, ids = _possible_winners(distributions, keys)
     entries = to_host(rows, ids, _entry_scores(distributions, keys, rows, ids), distributions[rows, ids])
     row_of, id_of, scores, probabilities = entries
@@ -167,7 +167,7 @@ def coupled_scores(
 
     For those who want more than the likeliest: a logarithm for each entry with mass, where `coupled_choices` needs few.
     """
-    keys = _noise_keys(seeds, turns, positions, distributions.device)
+    keys = noise_keys(seeds, turns, positions, distributions.device)
     scores = torch.full_like(distributions, -torch.inf)
     rows, ids = distributions.nonzero(as_tuple=True)  # noise only where there is mass
     chunk = _NOISE_CHUNK_CPU if distributions.device.type == "cpu" else _NOISE_CHUNK_ACCELERATOR
@@ -177,15 +177,12 @@ def coupled_scores(
     return scores
 
 
-def _noise_keys(
+def noise_keys(
     seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int], device: torch.device
 ) -> torch.Tensor:
     """What each row's noise is keyed by, int64 [R, 4]: low and high word of the seed, turn, position."""
-    return torch.tensor(
-        [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)],
-        dtype=torch.int64,
-        device=device,
-    )
+    keys = [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)]
+    return to_device(keys, device, torch.int64)
 
 
 def _possible_winners(distributions: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

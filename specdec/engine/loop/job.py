@@ -139,8 +139,9 @@ def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> Sequen
     return SequenceSlice(
         token_ids=tuple(sequence.token_ids[start:end].tolist()),
         start=start,
-        block_table=tuple(sequence.block_table[: blocks_for(end)]),
+        block_table=sequence.block_table.first(blocks_for(end)),
         num_logit_rows=num_logit_rows,
+        table=sequence.block_table,
     )
 
 
@@ -185,6 +186,31 @@ def split_non_finite(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], 
     return kept, non_finite, read.select(rows)
 
 
+class DraftRun(Protocol):
+    """Draft tokens of several steps in a row, drawn where the logits are; read once, at the end."""
+
+    num_steps: int
+
+    def draw(self, index: int, logits: torch.Tensor) -> torch.Tensor:
+        """See `engine.base.Worker.draft`: int64 [B] of float32 [B, V], rows in the order of the run's jobs."""
+        ...
+
+    def read(self) -> None:
+        """Waits for what was drawn."""
+        ...
+
+    def take(
+        self, index: int, jobs: collections.abc.Sequence[Job]
+    ) -> tuple[collections.abc.Sequence[Job], collections.abc.Sequence[Job]]:
+        """Gives jobs their tokens of one step, and ends them or goes on, as `Program.advance` does.
+
+        Returns:
+            The jobs whose logits no distribution can be made of, which got nothing; and those that the next step ran
+            their token for.
+        """
+        ...
+
+
 class Program(Protocol):
     """What a service does with logits: the only place where draft and target differ."""
 
@@ -196,6 +222,14 @@ class Program(Protocol):
             logits: the rows of job after job, `num_logit_rows` each.
         """
         ...
+
+    def draft_run(self, jobs: collections.abc.Sequence[Job]) -> DraftRun | None:
+        """How the next tokens of jobs can be drawn without the host; None: not, or it is only one step.
+
+        Args:
+            jobs: those of the next step, a row each.
+        """
+        return None
 
     def draft(self, jobs: collections.abc.Sequence[Job], logits: StepLogits) -> None:
         """Appends a token to the draft of every job, and ends that or goes on. Only of calls with a `local_draft`.

@@ -13,14 +13,15 @@ Not here: calls on their way in and out (`device_loop`, which alone calls this, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 
 from specdec.engine.base import StepObserver, StepPlan, Worker
 from specdec.engine.loop.ahead import Ahead
 from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.draft_steps import DraftSteps
-from specdec.engine.loop.job import Job, Program, slice_of, split_non_finite
+from specdec.engine.loop.job import DraftRun, Job, Program, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler, StepChunk
@@ -87,15 +88,17 @@ class StepRunner:
         chunks = self._scheduler.plan_chunks(running, num_awaited=num_awaited)
         jobs = [running[chunk.job_index] for chunk in chunks]
         try:
-            self._run_chunks(jobs, chunks, began_s)
+            num_steps = self._run_chunks(jobs, chunks, began_s, num_awaited)
         except Exception as error:
             _log.exception("a step of %d sessions failed", len(jobs))
             self._fail([job for job in jobs if job in self._calls.running], error)
             return []
         self._health.note_step()
-        step_s = self._clock() - began_s
+        step_s = (self._clock() - began_s) / num_steps
         self._scheduler.observe_step(self.watchdog.believed_s(step_s))
         self._report(len(chunks), sum(chunk.num_tokens for chunk in chunks), step_s)
+        for _ in range(num_steps - 1):
+            self._report(len(chunks), len(chunks), step_s)
         return jobs
 
     def run_ahead(self, ahead: Ahead) -> None:
@@ -123,28 +126,62 @@ class StepRunner:
             self._sessions.end_forks()
             self._health.note_failure(error)
 
-    def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float) -> None:
+    def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float, num_awaited: int) -> int:
+        """Returns how many steps it ran."""
         slices = tuple(
             slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
             for job, chunk in zip(jobs, chunks, strict=True)
         )
         self.watchdog.plan = plan = StepPlan(slices)
-        logits = self._worker.execute(plan)
+        run = self._draft_run(jobs, chunks, num_awaited)
+        if run is not None and not self._worker.draft(plan, run.num_steps, run.draw):
+            run = None
+        logits = self._worker.execute(plan) if run is None else None
         step_tokens = sum(chunk.num_tokens for chunk in chunks)
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
             job.note_step(began_s, step_tokens)
-        ready, non_finite, read = split_non_finite([job for job in jobs if not job.num_pending], logits)
-        for job in non_finite:
-            _log.error("the model gave no finite logits for session %s", job.sequence.session_id)
-            self._calls.fail(job, Internal("the model gave no finite logits; the session's KV was dropped"))
-        if ready:
-            self._program.advance(ready, read)
+        ready = [job for job in jobs if not job.num_pending]
+        if run is not None:
+            ready = self._take_drafts(run, ready)
+        elif logits is not None:
+            ready, non_finite, read = split_non_finite(ready, logits)
+            self._fail_non_finite(non_finite)
+            if ready:
+                self._program.advance(ready, read)
         if any(job.answer is None and not job.num_pending for job in ready):
             raise RuntimeError("the program neither finished a job nor went on with it")
         # Last, and not after a chunk that asked for no logits: until they are read nobody knows that a pass was good.
         for job in ready:
             self._publish(job.sequence, job.call.position.committed_len)
+        return 1 if run is None else run.num_steps
+
+    def _draft_run(self, jobs: list[Job], chunks: list[StepChunk], num_awaited: int) -> DraftRun | None:
+        """How several steps can be run at once; only where nobody waits for the end of the first, nor most will."""
+        if not self._worker.may_draft or len(jobs) < len(self._calls.running) or len(jobs) < num_awaited:
+            return None
+        for job, chunk in zip(jobs, chunks, strict=True):
+            if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1:
+                return None
+        return self._program.draft_run(jobs)
+
+    def _take_drafts(self, run: DraftRun, jobs: list[Job]) -> list[Job]:
+        """Gives jobs what a run drew for them; returns those whose passes were good."""
+        run.read()
+        going: Many[Job] = jobs
+        failed: list[Job] = []
+        for index in range(run.num_steps):
+            for job in going if index else ():
+                job.sequence.kv_len += 1
+            non_finite, going = run.take(index, going)
+            self._fail_non_finite(non_finite)
+            failed += non_finite
+        return [job for job in jobs if job not in failed]
+
+    def _fail_non_finite(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            _log.error("the model gave no finite logits for session %s", job.sequence.session_id)
+            self._calls.fail(job, Internal("the model gave no finite logits; the session's KV was dropped"))
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:

@@ -81,14 +81,23 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """What `--dtype` names, for transformers. Raises InvalidRequest or Unsupported: it is unknown, or not for there."""
+def pick_dtype(name: str, device: torch.device, own: torch.dtype | None = None) -> torch.dtype | str:
+    """What `--dtype` names, for transformers; of int8 it is what everything else is computed in.
+
+    Args:
+        name: as given.
+        device: of the model.
+        own: the checkpoint's; None: it does not say.
+
+    Raises:
+        InvalidRequest: the name is unknown.
+    """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if name == "int8":
-        if device.type != "cpu":
-            raise Unsupported("dtype int8 runs on a CPU only; take bfloat16 on a GPU", field="dtype")
-        return torch.float32
+        # float16 has digits that bfloat16 would take from the weights before they are rounded.
+        on_gpu = torch.float16 if own == torch.float16 else torch.bfloat16
+        return torch.float32 if device.type == "cpu" else on_gpu
     if name not in _DTYPES:
         raise InvalidRequest(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}, int8", field="dtype")
     return _DTYPES[name]

@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from specdec.engine.model.cuda_settings import release_freed
 from specdec.errors import InvalidRequest
 
 _GIB = 1 << 30
@@ -40,6 +41,7 @@ class DeviceMemory:
 
 def cuda_pool_bytes(device: torch.device, utilization: float | None, is_captured: bool) -> int:
     """Bytes for the KV pool on a CUDA device that holds the weights already; raises as `kv_pool_bytes` does."""
+    release_freed(device)  # loading and rounding leave behind what nobody uses, and it would count as held
     kv_share = _KV_SHARE_CAPTURED if is_captured else _KV_SHARE
     return kv_pool_bytes(DeviceMemory.of(device), utilization=utilization, kv_share=kv_share)
 

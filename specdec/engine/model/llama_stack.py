@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,6 +30,14 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 
 
+class RowPass(Protocol):
+    """What computes a model whose keys and values lie as the cache stores them."""
+
+    def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
+        """Logits [R, rows of the model's head] of `batch.logit_rows`."""
+        ...
+
+
 class LlamaStack:
     """`engine.model.model_runner.ForwardPass` of a Llama, Mistral, Qwen 2 or Qwen 3 model."""
 
@@ -36,16 +45,16 @@ class LlamaStack:
         """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
         inner = model.model
         weight = inner.embed_tokens.weight.detach()
-        self._embed = partial(embedding, weight=weight) if kinds.embedding is None else kinds.embedding(weight)
-        self._rotary = inner.rotary_emb
-        self._norm = _RmsNorm(inner.norm)
-        self._layers = []
+        self.embed = partial(embedding, weight=weight) if kinds.embedding is None else kinds.embedding(weight)
+        self.rotary = inner.rotary_emb
+        self.norm = StackNorm(inner.norm)
+        self.layers = []
         for index in range(len(inner.layers)):
-            self._layers.append(_Layer(inner.layers[index], index, kinds.inner, kinds.output or kinds.inner))
+            self.layers.append(StackLayer(inner.layers[index], index, kinds.inner, kinds.output or kinds.inner))
             inner.layers[index] = nn.Identity()
             # The KV pool has been sized already: what is kept of every layer's parts would be missing.
             release_freed(model.device)
-        self._head = kinds.head(model.lm_head.weight, model.lm_head.bias)
+        self.head = kinds.head(model.lm_head.weight, model.lm_head.bias)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -61,7 +70,7 @@ class LlamaStack:
         return bool(model.model.rotary_emb.inv_freq.numel() * 2 == model.model.layers[0].self_attn.head_dim)
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
-        logits: torch.Tensor = self._head(self._norm(self._run(batch, context, len(self._layers))))
+        logits: torch.Tensor = self.head(self.norm(self._run(batch, context, len(self.layers))))
         return logits
 
     def with_outputs(
@@ -69,7 +78,7 @@ class LlamaStack:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """See `engine.model.model_runner.TappedPass`."""
         outputs: dict[int, torch.Tensor] = dict.fromkeys(layers, torch.empty(0))
-        logits: torch.Tensor = self._head(self._norm(self._run(batch, context, len(self._layers), outputs)))
+        logits: torch.Tensor = self.head(self.norm(self._run(batch, context, len(self.layers), outputs)))
         return logits, list(outputs.values())
 
     def early_exit(self, early_exit: EarlyExit) -> ForwardPass:
@@ -77,7 +86,7 @@ class LlamaStack:
         adapter = early_exit.adapter or (lambda normed: normed)
 
         def forward(batch: StepBatch, context: RowContext) -> torch.Tensor:
-            logits: torch.Tensor = self._head(adapter(self._norm(self._run(batch, context, early_exit.num_layers))))
+            logits: torch.Tensor = self.head(adapter(self.norm(self._run(batch, context, early_exit.num_layers))))
             return logits
 
         return forward
@@ -90,74 +99,82 @@ class LlamaStack:
         outputs: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """What the first layers make of the rows that are wanted: [R, hidden]; `outputs` gets those of its layers."""
-        hidden = self._embed(batch.token_ids[0])  # [T, hidden]
-        cos, sin = self._rotary(hidden, batch.position_ids)  # [1, T, head_dim]
-        half = sin.shape[-1] // 2
-        # rotate_half(x) = (-x2, x1): the sign goes into the sines once a step instead of into x in every layer.
-        signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0].unsqueeze(1)  # [T, 1, head_dim]
-        cos = cos[0].unsqueeze(1)
-        for index, layer in enumerate(self._layers[:num_layers]):
+        hidden = self.embed(batch.token_ids[0])  # [T, hidden]
+        cos, signed_sin = self._rotation(hidden, batch)
+        for index, layer in enumerate(self.layers[:num_layers]):
             hidden = layer(hidden, cos, signed_sin, context)
             if outputs is not None and index in outputs:
                 outputs[index] = hidden
         return hidden.index_select(0, batch.logit_rows)  # [R, hidden]
 
+    def run_layer(self, index: int, hidden: torch.Tensor, batch: StepBatch, context: RowContext) -> torch.Tensor:
+        """What one layer makes of its input: [T, hidden] of [T, hidden]."""
+        return self.layers[index](hidden, *self._rotation(hidden, batch), context)
 
-class _RmsNorm:
+    def _rotation(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines, [T, 1, head_dim] each."""
+        cos, sin = self.rotary(hidden, batch.position_ids)  # [1, T, head_dim]
+        half = sin.shape[-1] // 2
+        # rotate_half(x) = (-x2, x1): the sign goes into the sines once a step instead of into x in every layer.
+        signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0].unsqueeze(1)
+        return cos[0].unsqueeze(1), signed_sin
+
+
+class StackNorm:
     """Root mean square normalisation over the last dimension, in as few operations as the device allows."""
 
     def __init__(self, norm: LlamaNorm, gains: torch.Tensor | None = None) -> None:
         """gains: [..., width] instead of the module's own weight."""
-        self._gains = norm.weight.detach() if gains is None else gains
-        self._width = self._gains.shape[-1]
-        self._eps = norm.variance_epsilon
-        self._eps_tensor = torch.tensor(self._eps, device=self._gains.device)
+        self.gains = norm.weight.detach() if gains is None else gains
+        self._width = self.gains.shape[-1]
+        self.eps = norm.variance_epsilon
+        self._eps_tensor = torch.tensor(self.eps, device=self.gains.device)
         # PyTorch has one kernel for it on a GPU; on a CPU it runs seven, and half precision needs them.
-        self._few_operations = self._gains.device.type == "cpu" and self._gains.dtype == torch.float32
+        self._few_operations = self.gains.device.type == "cpu" and self.gains.dtype == torch.float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self._few_operations:
-            return rms_norm(x, (self._width,), None, self._eps) * self._gains
+            return rms_norm(x, (self._width,), None, self.eps) * self.gains
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_tensor, length, length, value=1 / self._width).rsqrt_()
-        return (x * scale).mul_(self._gains)
+        return (x * scale).mul_(self.gains)
 
 
-class _Layer:
+class StackLayer:
     """One decoder layer."""
 
     def __init__(self, layer: LlamaLayer, index: int, make: ProjectionMaker, make_output: ProjectionMaker) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
-        self._head_dim = attention.head_dim
-        self._num_heads = attention.q_proj.out_features // self._head_dim
-        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
-        self._scaling = attention.scaling
-        self._attention_norm = _RmsNorm(layer.input_layernorm)
-        self._mlp_norm = _RmsNorm(layer.post_attention_layernorm)
-        self._qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
-        self._output = make_output(attention.o_proj.weight, attention.o_proj.bias)
-        self._gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
-        self._down = make_output(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.head_dim = attention.head_dim
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.scaling = attention.scaling
+        self.attention_norm = StackNorm(layer.input_layernorm)
+        self.mlp_norm = StackNorm(layer.post_attention_layernorm)
+        self.qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
+        self.output = fuse_linears((attention.o_proj,), make_output)
+        self.gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
+        self.down = fuse_linears((mlp.down_proj,), make_output)
         self._width = mlp.gate_proj.out_features
-        self._activation = mlp.act_fn
-        self._qk_norm = None
+        self.activation = mlp.act_fn
+        self.qk_norm = None
         if has_qk_norm(attention):
             q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-            gains = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
-            self._qk_norm = _RmsNorm(attention.q_norm, gains)
+            gains = torch.cat((q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)))
+            self.qk_norm = StackNorm(attention.q_norm, gains)
 
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, context: RowContext
     ) -> torch.Tensor:
-        tokens, heads, kv_heads, dim = hidden.shape[0], self._num_heads, self._num_kv_heads, self._head_dim
-        qkv = self._qkv.forward(self._attention_norm(hidden))
+        tokens, heads, kv_heads, dim = hidden.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv.forward(self.attention_norm(hidden))
         qk = qkv[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
-        normed = qk if self._qk_norm is None else self._qk_norm(qk)
+        normed = qk if self.qk_norm is None else self.qk_norm(qk)
         # In place: rotated keys and plain values then lie side by side, as the cache stores them.
         torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin, out=qk)
-        attended = context.attend_rows(self._index, qk[:, :heads], qkv[:, heads * dim :], self._scaling, None)
-        hidden = self._output.add_to(hidden, attended.reshape(tokens, -1))
-        gate_up = self._gate_up.forward(self._mlp_norm(hidden))
-        gated = self._activation(gate_up[:, : self._width]) * gate_up[:, self._width :]
-        return self._down.add_to(hidden, gated)
+        attended = context.attend_rows(self._index, qk[:, :heads], qkv[:, heads * dim :], self.scaling, None)
+        hidden = self.output.add_to(hidden, attended.reshape(tokens, -1))
+        gate_up = self.gate_up.forward(self.mlp_norm(hidden))
+        gated = self.activation(gate_up[:, : self._width]) * gate_up[:, self._width :]
+        return self.down.add_to(hidden, gated)

@@ -7,7 +7,7 @@ device thread, one step at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Protocol, cast
@@ -73,7 +73,20 @@ class RecordedSteps(Protocol):
     """Steps that need not be laid out to be run."""
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """[R, at least vocabulary_size] logits in the model's dtype, valid until the next step; None: none of those."""
+        """[R, at least vocabulary_size] logits in the head's dtype, valid until the next step; None: none of those."""
+        ...
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether `can_follow` is ever true."""
+        ...
+
+    def can_follow(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Whether `follow_up` works after a step of these slices."""
+        ...
+
+    def follow_up(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Further steps of the sequences of the step that was run last: from tokens, int64 [B], to logits."""
         ...
 
 
@@ -144,6 +157,7 @@ class ModelRunner(Worker):
         self._heads = heads
         self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
         self._recorded = recorded
+        self.may_draft = recorded is not None and recorded.may_follow
         self._forward = forward
         self._cache = cache
         self._kinds = tuple(dict.fromkeys(layer_kinds))
@@ -163,6 +177,20 @@ class ModelRunner(Worker):
             torch.cuda.synchronize(logits.device)
         # Copied outside inference mode: callers may write into what they get.
         return logits.to(torch.float32, copy=True)
+
+    def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
+        """Runs a step and those that follow it; see `engine.base.Worker.draft`."""
+        recorded = self._recorded
+        if recorded is None or plan.local_draft or plan.block_copies or not recorded.can_follow(plan.slices):
+            return False
+        with torch.inference_mode():
+            logits, run_next = self._run(plan), recorded.follow_up(plan.slices)
+            for index in range(num_steps):
+                rows = logits[:, : self.shape.vocabulary_size].to(torch.float32)
+                token_ids = draw(index, rows)
+                if index + 1 < num_steps:
+                    logits = run_next(token_ids)
+        return True
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
         """[R, at least vocabulary_size] logits in the model's dtype."""

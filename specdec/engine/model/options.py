@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.engine.model.batch import AttentionKind
@@ -29,6 +30,9 @@ AUTO = "auto"
 PAGED = "paged"
 #: The same over copies of whole contexts, with PyTorch's own.
 GATHERED = "gathered"
+
+#: Products of linear layers by our own kernel, recorded or not (`engine.captured.row_products`).
+ROWS = "rows"
 
 _BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
 
@@ -61,6 +65,17 @@ class CompileOptions:
     attention: str | None = None
     """Of captured steps: `PAGED`, where a trial shows that it is right on the device, or `GATHERED`; None: paged on a
     CUDA device, gathered elsewhere."""
+    products: str | None = None
+    """Of linear layers: `ROWS`; None: those where nothing else will do, on a CUDA device with int8 weights or with
+    `is_deterministic`, and PyTorch's elsewhere."""
+    is_deterministic: bool = False
+    """Whether a row must have the same bits whatever else a step holds; see `engine.model.same_bits`."""
+
+    def multiplies_rows(self, device: torch.device, *, is_int8: bool) -> bool:
+        """Whether products are `ROWS` on a device."""
+        is_cuda = device.type == "cuda"
+        may_record = is_cuda or self.capture is not None
+        return self.products == ROWS or (is_cuda and is_int8) or (may_record and self.is_deterministic)
 
 
 @dataclass(frozen=True, slots=True)

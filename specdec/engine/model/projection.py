@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.engine.model.int8_weight import Int8Linear
+
 # Up to this many rows the transposed layout is the faster one.
 _FEW_ROWS = 2
 # What oneDNN chooses its blocks for; it matters little beyond one row.
@@ -77,6 +79,28 @@ class Projection(nn.Module):
         return self.blocked is None or (self.weight_t is not None and x.numel() <= _FEW_ROWS * self.in_features)
 
 
+class LogitsProjection(Projection):
+    """A head of 16 bits on a GPU, whose logits stay in the float32 of their sums: rounded, many would tie."""
+
+    @staticmethod
+    def fits(weight: torch.Tensor) -> bool:
+        """Whether PyTorch multiplies so on this device: tried, not asked."""
+        if weight.device.type != "cuda" or weight.dtype == torch.float32:
+            return False
+        try:
+            torch.mm(weight[:1].detach(), weight[:1].detach().t(), out_dtype=torch.float32)
+        except (RuntimeError, TypeError):
+            return False
+        return True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight_t is not None
+        logits: torch.Tensor = torch.mm(x.reshape(-1, self.in_features), self.weight_t, out_dtype=torch.float32)
+        if self.bias is not None:
+            logits += self.bias
+        return logits.view(*x.shape[:-1], self.out_features)
+
+
 class AnyProjection(Protocol):
     """What stands for a linear layer, or for several."""
 
@@ -125,19 +149,28 @@ class ProjectionKinds:
     """Makes the look-up of a weight [V, hidden]; None: the plain one."""
 
 
-def fuse_linears(linears: Sequence[nn.Linear], make: ProjectionMaker) -> AnyProjection:
-    """One projection whose outputs are those of several that share their input, side by side."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+def fuse_linears(linears: Sequence[nn.Linear | Int8Linear], make: ProjectionMaker) -> AnyProjection:
+    """One projection whose outputs are those of several that share their input, side by side.
+
+    Layers whose weights are rounded know what multiplies with them.
+    """
+    rounded = [linear for linear in linears if isinstance(linear, Int8Linear)]
+    if rounded:
+        return rounded[0].joined(rounded[1:])
+    weights = [linear.weight.detach() for linear in linears]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     biases = [linear.bias for linear in linears]
     bias = None if any(bias is None for bias in biases) else torch.cat([bias.detach() for bias in biases])
     return make(weight, bias)
 
 
 def relayout_linears(model: PreTrainedModel, kinds: ProjectionKinds) -> None:
-    """Replaces a model's `nn.Linear` modules by projections; a weight tied to an embedding stays beside its copy."""
+    """Replaces a model's linear layers by projections; a weight tied to an embedding stays beside its copy."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if isinstance(child, Int8Linear):
+                setattr(parent, name, child.joined(()))
+            elif type(child) is nn.Linear:
                 make = kinds.head if child is head else kinds.inner
                 setattr(parent, name, make(child.weight, child.bias))

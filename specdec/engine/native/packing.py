@@ -11,21 +11,14 @@ import torch
 from torch import nn
 
 from specdec.engine.large_pages import LargePages
+from specdec.engine.model.int8_weight import LARGEST_INT8, quantise
 from specdec.engine.native.structures import Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 
-_LARGEST_INT8 = 127
 #: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `layout.h`).
 _ZERO_BYTE = 128
 #: Beyond, the sums of an output's products would leave 32 bits.
-MOST_INT8_INPUTS = (1 << 31) // (255 * _LARGEST_INT8)
-
-
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, inputs] -> integers in float32 [outputs, inputs], scales [outputs]."""
-    # An output whose weights are all 0 keeps them: any scale will do.
-    scale = (weight.abs().amax(dim=1) / _LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
-    return torch.round(weight / scale[:, None]), scale
+MOST_INT8_INPUTS = (1 << 31) // (255 * LARGEST_INT8)
 
 
 class Packing:

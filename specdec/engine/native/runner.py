@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import EarlyExit
+from specdec.engine.model.int8_weight import quantise
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import LocalHead
 from specdec.engine.native.draft_head import NativeHead
-from specdec.engine.native.packing import MOST_INT8_INPUTS, Packing, quantise
+from specdec.engine.native.packing import MOST_INT8_INPUTS, Packing
 from specdec.engine.native.structures import Batch, DraftHead, Layer, Model, Product
 from specdec.types import BLOCK_TOKENS
 

@@ -56,6 +56,7 @@ class RankModel:
     device: str
     dtype: str
     compile_backend: str = AUTO
+    deterministic: bool = False
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     num_kv_blocks: int | None = None
@@ -103,7 +104,8 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         InvalidRequest: as `load_worker`, or the model's heads do not divide among the ranks.
         Unsupported: as `load_worker`, or the model, its files or a setting are not for several ranks.
     """
-    require_supported(device=wanted.device, dtype=wanted.dtype, compile_backend=wanted.compile_backend)
+    require_supported(device=wanted.device, dtype=wanted.dtype, compile_backend=wanted.compile_backend,
+                      deterministic=wanted.deterministic)  # fmt: skip
     directory = locate_checkpoint(wanted.model)
     if wanted.num_threads is not None:
         torch.set_num_threads(wanted.num_threads)

@@ -25,6 +25,7 @@ import numpy as np
 
 from specdec.core.chain import ChainHasher, block_name
 from specdec.engine.sessions.block_manager import BlockManager
+from specdec.engine.sessions.block_table import BlockTable
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import BLOCK_TOKENS, TokenIds
 
@@ -59,7 +60,7 @@ class Sequence:
         self.kv_len = 0
         self.confirmed_len = 0
         """Leading tokens that were committed when `epoch` last called."""
-        self.block_table: list[int] = []
+        self.block_table = BlockTable()
         self.num_published = 0
         """Leading blocks that are published or adopted: never written again."""
         self.forks: list[Sequence] = []
@@ -153,7 +154,7 @@ class Sequence:
         parted = np.flatnonzero(self.token_ids[:common] != fork.token_ids[:common])
         self._hasher.truncate(min(len(self._hasher), int(parted[0]) if len(parted) else common))
         blocks.free(self.block_table)
-        self.block_table, fork.block_table = fork.block_table, []
+        self.block_table, fork.block_table = fork.block_table, BlockTable()
         self._tokens, self._len = fork._tokens, fork._len
         self.kv_len, self.num_published = fork.kv_len, fork.num_published
         self.end_forks(blocks)

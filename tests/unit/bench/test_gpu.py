@@ -50,6 +50,17 @@ def test_each_model_gets_its_step_and_its_ratio_to_the_floor() -> None:
         assert found[name, "step_over_floor"].value == pytest.approx(found[name, "step_ms"].value / floor_ms)
 
 
+def test_int8_and_deterministic_steps_are_set_against_the_target_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = gpu.device_rows(CONFIG, "cpu", "tiny", [gpu.ENGINE], 1 << 20, quick=True)
+    found = {(row.system, row.metric): row for row in rows}
+    ratio, step = found["target, int8", "step_rate_ratio"], found["target, int8", "step_ms"]
+    assert ratio.value == pytest.approx(found["target", "step_ms"].value / step.value)
+    assert (ratio.ratio_to, ratio.required) == ("target", 1.5)
+    # Native kernels do not compute bfloat16 on a CPU.
+    assert "bench gpu: target, deterministic: --deterministic on cpu needs native kernels" in capsys.readouterr().err
+    assert not any(row.system == "target, deterministic" for row in rows)
+
+
 def test_both_attentions_of_a_step_are_timed_where_they_run(capsys: pytest.CaptureFixture[str]) -> None:
     row = partial(Row, suite="gpu", row=None, origin=Origin(), quick=True)
     rows = attention_rows(CONFIG, "cpu", "tiny", row, 1e9, sizes=[(2, 20), (65, 20)])

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from draft_service.config import DraftSettings
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser
+from specdec.cli.launching import Launcher
+from specdec.config import parse_settings
 from specdec.local_drafts import parse_local_drafts
+from target_service.config import TargetSettings
 
 DRAFTS = ("eagle3:heads", "exit=early-exit:3:heads/adapter.safetensors", "medusa:some/hub-id", "mtp")
 
@@ -44,3 +48,15 @@ def test_paths_of_heads_and_adapters_hold_on_the_machines_of_a_ray_cluster(
 
 def test_on_this_machine_they_are_handed_on_as_they_were_given() -> None:
     assert served().local_drafts == DRAFTS
+
+
+@pytest.mark.parametrize("flag", ["--deterministic", "--no-deterministic"])
+def test_every_replica_is_started_as_deterministic_as_the_system_is(flag: str) -> None:
+    given = [flag] if flag == "--deterministic" else []
+    args = build_parser({}).parse_args(["up", *given])
+    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", redis_url="memory://", metrics={},
+                        environ={})  # fmt: skip
+    for name, settings_type in (("target-0", TargetSettings), ("draft-0", DraftSettings)):
+        started = launcher._replica_arguments(name)
+        settings = parse_settings(settings_type, prog=name, argv=started)
+        assert settings.deterministic == (flag == "--deterministic")

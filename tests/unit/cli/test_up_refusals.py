@@ -35,6 +35,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
         (["--device", "cuda", "--tensor-parallel", "4"], 2, "--tensor-parallel 4 needs a GPU for each rank"),
         (["--tensor-parallel-draft", "2"], 1, "--tensor-parallel-draft 2 needs a GPU for each rank"),
         (["--dtype", "int8", "--tensor-parallel", "2"], 0, "--tensor-parallel does not divide int8 weights"),
+        (["--deterministic", "--tensor-parallel", "2"], 0, "--tensor-parallel does not go with --deterministic"),
         (["--kv-cache-bytes-target", "12"], 0, "--kv-cache-bytes-target must be at least "),
         (["--kv-cache-bytes-draft", "12"], 0, "--kv-cache-bytes-draft must be at least "),
     ],

@@ -15,8 +15,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from specdec.engine.base import StepPlan
+from specdec.engine.captured import fused_operations
 from specdec.engine.captured import paged_attention as module
+from specdec.engine.captured.fused_operations import Tiling
 from specdec.engine.captured.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
 from tests.support.captured_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
@@ -30,6 +34,7 @@ from tests.support.captured_rig import (
     random_tokens,
     record_on_tape,
 )
+from tests.support.fused_rig import round_bfloat16
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
 pytestmark = pytest.mark.skipif(
@@ -48,6 +53,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes some milliseconds for each: one a tile and KV head. Splits have tests of their own."""
     few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
     monkeypatch.setattr(module, "Splitting", lambda: few)
+    monkeypatch.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
 
 
 def counted() -> CountedCapture:
@@ -78,14 +84,19 @@ def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None
 def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded of padding, the kernels are launched again with the same tensors and numbers, as a graph does it."""
 
-    def on_tape(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tape = _get_current_dispatch_mode()
-        if not isinstance(tape, Tape):
-            return paged_attention(*args, **kwargs)
-        with _disable_current_modes():
-            return tape.note(paged_attention, args, kwargs)
+    def on_tape(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def launch_on_tape(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tape = _get_current_dispatch_mode()
+            if not isinstance(tape, Tape):
+                return launch(*args, **kwargs)
+            with _disable_current_modes():
+                return tape.note(launch, args, kwargs)
 
-    monkeypatch.setattr(module, "paged_attention", on_tape)
+        return launch_on_tape
+
+    monkeypatch.setattr(module, "paged_attention", on_tape(paged_attention))
+    for name in ("normalise", "rotate", "gated"):
+        monkeypatch.setattr(fused_operations, name, on_tape(getattr(fused_operations, name)))
     monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
     pair = Pair(mixed, capture=record_on_tape, widths=(1, 3), attention="paged")
     one, two = random_tokens(14, 60), random_tokens(15, 60)
@@ -173,3 +184,25 @@ def test_on_a_cpu_nothing_is_tried(mixed: Path, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, logger="specdec")
     load(mixed, capture=counted())
     assert "with gathered attention" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    round_bfloat16(monkeypatch)
+    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1,))
+    demo = Path(__file__).parents[3] / "models" / "demo" / "draft"
+    texts = {}
+    for backend in ("eager", "captured"):
+        capture = counted()
+        compiling = CompileOptions(backend, row_counts=(1,), capture=capture, attention="paged")
+        worker = load_worker(
+            str(demo), device="cpu", dtype=dtype, num_kv_blocks=4, compiling=compiling, self_check=False
+        )
+        tokens, done = [1, 400, 301, 7, 950, 33, 1200], 0
+        for _ in range(20):
+            logits = worker.execute(StepPlan((piece(tokens, done, len(tokens), (2, 0, 3, 1), 1),)))
+            done = len(tokens)
+            tokens.append(int(logits[0].argmax()))
+        texts[backend] = tokens
+    assert capture.num_replays >= 19  # and the trials
+    assert texts["captured"] == texts["eager"]

@@ -1,0 +1,226 @@
+"""Drafts drawn several steps at once, where the logits are: the same as one step at a time, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from draft_service.pace import Predraft
+from draft_service.predraft import Predrafter
+from draft_service.proposer import DraftOptions, Proposer
+from specdec.core.random import DrawKey
+from specdec.core.sparse import draw_from_support, support_of_likeliest
+from specdec.engine.drafting import device_run
+from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
+from specdec.engine.logits.filters import likeliest
+from specdec.engine.logits.rows import coupled_scores, noise_keys
+from specdec.engine.loop.job import Job
+from specdec.errors import Internal
+from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
+from tests.support.following_worker import FollowingWorker
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
+
+TOKENS = [3 + index * 7 % 20 for index in range(60)]
+GREEDY = SamplingFilters(temperature=0.0)
+RULES: dict[str, tuple[SamplingFilters, DrawRule]] = {
+    "greedy": (GREEDY, DrawRule.DISTRIBUTION),
+    "coupled": (SamplingFilters(temperature=0.9, min_p=0.02), DrawRule.COUPLED),
+    "coupled, top-k": (SamplingFilters(temperature=1.3, top_k=9), DrawRule.COUPLED),
+    "sampled": (SamplingFilters(temperature=0.8), DrawRule.DISTRIBUTION),
+    "sampled, both cuts": (SamplingFilters(temperature=1.0, top_k=12, top_p=0.9), DrawRule.DISTRIBUTION),
+    "ends": (SamplingFilters(temperature=0.9, end_token_ids=(3, 4, 5, 6, 7, 8)), DrawRule.DISTRIBUTION),
+}
+#: What depends on tokens that the host has not seen yet, or on how far the likeliest tokens reach.
+ONE_BY_ONE: dict[str, tuple[SamplingFilters, DrawRule]] = {
+    "penalised": (SamplingFilters(temperature=0.0, frequency_penalty=0.5), DrawRule.DISTRIBUTION),
+    "biased": (SamplingFilters(temperature=0.0, logit_bias={5: 2.0}), DrawRule.DISTRIBUTION),
+    "not to end yet": (SamplingFilters(min_new_tokens=6, end_token_ids=(1, 2)), DrawRule.DISTRIBUTION),
+    "top-p alone": (SamplingFilters(top_p=0.9), DrawRule.DISTRIBUTION),
+}
+
+
+def ask(
+    rule: tuple[SamplingFilters, DrawRule], *, num_tokens: int = 21, gamma: int = 5, session: str = "s", seed: int = 7
+) -> ProposeRequest:
+    filters, draw_rule = rule
+    asked = make_round(
+        TOKENS[:num_tokens], filters=filters, draw_rule=draw_rule, seed=seed, output_start=20, session_id=session
+    )
+    return ProposeRequest(asked, gamma)
+
+
+async def proposals(worker: TableWorker, requests: Sequence[ProposeRequest]) -> list[Proposal | BaseException]:
+    """All of them together: none runs before the last one is here."""
+    proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
+    worker.gate.clear()
+    first = asyncio.ensure_future(proposer.propose(ask(RULES["greedy"], session="first", gamma=1)))
+    await asyncio.to_thread(worker.entered.acquire)
+    calls = [asyncio.ensure_future(proposer.propose(request)) for request in requests]
+    await asyncio.sleep(0.05)
+    worker.gate.set()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    await first
+    proposer.check_integrity()
+    await proposer.close()
+    return answers
+
+
+def same(actual: Proposal | BaseException, expected: Proposal | BaseException) -> None:
+    assert isinstance(actual, Proposal)
+    assert isinstance(expected, Proposal)
+    assert actual.draft_token_ids.tolist() == expected.draft_token_ids.tolist()
+    assert (actual.lost_mass, actual.kv_len) == (expected.lost_mass, expected.kv_len)
+    for one, other in zip(actual.supports, expected.supports, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.weights.tolist() == other.weights.tolist()
+
+
+@pytest.mark.parametrize("name", RULES)
+async def test_a_draft_of_several_steps_at_once_is_the_same_draft(name: str) -> None:
+    for seed in range(4):
+        request, worker = ask(RULES[name], seed=seed), FollowingWorker()
+        (actual,), (expected,) = await proposals(worker, [request]), await proposals(TableWorker(), [request])
+        same(actual, expected)
+        assert worker.runs == [5]
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+async def test_what_needs_the_host_is_drawn_one_step_at_a_time(name: str) -> None:
+    request, worker = ask(ONE_BY_ONE[name]), FollowingWorker()
+    (actual,), (expected,) = await proposals(worker, [request]), await proposals(TableWorker(), [request])
+    same(actual, expected)
+    assert not worker.runs
+
+
+async def test_drafts_of_all_kinds_and_lengths_are_drawn_together() -> None:
+    requests = [
+        ask(rule, num_tokens=21 + index, gamma=5 if index else 3, session=f"s{index}", seed=index)
+        for index, rule in enumerate([*RULES.values(), *RULES.values()])
+    ]
+    worker = FollowingWorker()
+    actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
+    for one, other in zip(actual, expected, strict=True):
+        same(one, other)
+    assert worker.runs == [3, 2]  # as many as all of them want, then what the others want
+
+
+async def test_where_more_sessions_are_awaited_than_draft_each_step_ends_for_itself() -> None:
+    """Whoever calls while a run goes on waits for its end."""
+    worker = FollowingWorker()
+    proposer = Proposer(worker)
+    for num_answered in range(3):
+        assert len(worker.runs) == min(num_answered, 2)
+        await proposer.propose(ask(RULES["greedy"], session=f"s{num_answered}"))
+    assert len(worker.runs) == 2
+    await proposer.close()
+
+
+async def test_what_the_device_did_not_foresee_costs_time_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_at_times(masses: torch.Tensor, ids: torch.Tensor, coverage: float, words: torch.Tensor) -> torch.Tensor:
+        token_ids = support_draws(masses, ids, coverage, words)
+        return torch.where(words[:, 1] % 3 == 0, (token_ids + 1) % 24, token_ids)
+
+    monkeypatch.setattr(device_run, "support_draws", off_at_times)
+    requests = [ask(RULES["sampled"], session=f"s{index}", seed=index) for index in range(6)]
+    worker = FollowingWorker()
+    actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
+    for one, other in zip(actual, expected, strict=True):
+        same(one, other)
+    assert len(worker.steps) > 1 + 5  # some went on by themselves
+
+
+async def test_logits_that_are_not_finite_fail_their_own_call_alone() -> None:
+    worker = FollowingWorker()
+    requests = [ask(RULES["greedy"], num_tokens=21 + index, session=f"s{index}") for index in range(3)]
+    third = worker.greedy_continuation(TOKENS[:22], 3)[2]
+    worker.non_finite[third] = float("nan")
+    actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
+    assert isinstance(actual[1], Internal)
+    for index in (0, 2):
+        drafted = expected[index]
+        assert isinstance(drafted, Proposal)
+        if third not in drafted.draft_token_ids[:-1].tolist():
+            same(actual[index], drafted)
+
+
+async def test_a_run_that_crashes_fails_its_calls_and_the_replica_goes_on() -> None:
+    worker = FollowingWorker()
+    proposer = Proposer(worker)
+    worker.fail_next = RuntimeError("a kernel failed")
+    with pytest.raises(Internal):
+        await proposer.propose(ask(RULES["greedy"]))
+    request = ask(RULES["greedy"], session="next")
+    same(await proposer.propose(request), (await proposals(TableWorker(), [request]))[0])
+    await proposer.close()
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled", "sampled"])
+async def test_the_likeliest_tokens_are_noted_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting ahead begins from them."""
+    noted: list[list[list[int]]] = []
+
+    def note(_: Predrafter, job: Job) -> None:
+        noted.append(job.progress.likeliest)
+
+    monkeypatch.setattr(Predrafter, "note_answered", note)
+    for worker in (FollowingWorker(), TableWorker()):
+        options = DraftOptions(predraft=Predraft.ON, max_support=24)
+        proposer = Proposer(worker, drafting=options, clock=lambda: 0.0)
+        await proposer.propose(ask(RULES[name]))
+        await proposer.close()
+    assert noted[0] == noted[1]
+    assert [len(tokens) for tokens in noted[0]] == [len(noted[0][0])] * 5
+
+
+def random_distributions(num_rows: int, num_tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(num_rows, num_tokens, generator=generator, dtype=torch.float64).mul_(3.0).exp_()
+    weights[weights < 0.05] = 0.0
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 24, 5000])
+def test_noise_for_every_token_is_the_noise_of_those_with_mass(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.engine.logits.device_draws._CHUNK", 1 << 10)
+    distributions = random_distributions(3, num_tokens, seed=num_tokens) + 1e-12
+    seeds, turns, positions = [3, 1 << 63, 12], [0, 1, 5], [9, 100, 2]
+    keys = noise_keys(seeds, turns, positions, distributions.device)
+    expected = coupled_scores(distributions.clone(), seeds, turns, positions)
+    torch.testing.assert_close(dense_coupled_scores(distributions, keys), expected, rtol=0, atol=1e-12)
+    impossible = torch.zeros(1, 4, dtype=torch.float64)
+    impossible[0, 2] = 1.0
+    assert dense_coupled_scores(impossible, keys[:1]).argmax() == 2
+
+
+def test_a_token_is_drawn_from_a_support_as_the_host_draws_it() -> None:
+    distributions = random_distributions(200, 64, seed=1)
+    for size, coverage in ((64, 0.99), (16, 0.99), (64, 0.5), (1, 0.99)):
+        masses, ids = likeliest(distributions, size, floor=0.0)
+        words, expected = [], []
+        for row in range(200):
+            key = DrawKey(seed=row * 77, turn=row % 3, committed_len=row)
+            bits = key.below(1 << 62, row % 5, device_run.Stream.PROPOSE) << 2
+            words.append((bits >> 32, bits & 0xFFFFFFFC))
+            support, _ = support_of_likeliest(ids[row].numpy(), masses[row].numpy(), coverage)
+            expected.append(draw_from_support(support, key, row % 5))
+        drawn = support_draws(masses, ids, coverage, torch.tensor(words)).tolist()
+        assert drawn == expected
+
+
+def test_each_token_owns_as_many_points_as_its_weight() -> None:
+    masses, ids = torch.tensor([[0.5, 0.5]] * 2, dtype=torch.float64), torch.tensor([[9, 4]] * 2)
+    words = torch.tensor([[0x7FFFFFFF, 0xFFFFFFFF], [0x80000000, 0]])  # the last point of the first half, and the next
+    assert support_draws(masses, ids, 0.99, words).tolist() == [4, 9]
+
+
+def test_a_row_that_no_distribution_can_be_made_of_still_gives_a_token() -> None:
+    masses, ids = torch.full((2, 4), torch.nan, dtype=torch.float64), torch.arange(8).view(2, 4)
+    words = torch.tensor([[0xFFFFFFFF, 0xFFFFFFFF]] * 2)
+    drawn = support_draws(masses, ids, 0.99, words)
+    assert ((drawn >= 0) & (drawn < 8)).all()

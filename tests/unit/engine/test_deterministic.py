@@ -1,0 +1,173 @@
+"""`--deterministic`: a row's logits have the same bits whatever else a step holds, or nothing is served.
+
+What keeps that on a GPU runs here in Triton's interpreter; the native kernels of a CPU have tests of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.captured import paged_attention, row_products
+from specdec.engine.captured.row_products import tiling
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
+from specdec.errors import Unsupported
+from tests.support.captured_rig import MIXED_LAYERS, NUM_BLOCKS, CountedCapture, build, piece, random_tokens
+from tests.support.interpreted_kernels import few_programs
+from tests.support.tiny_models import build_tiny_model
+
+pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled on this machine: see tests/gpu"
+)
+
+START, END = 37, 42
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheaply() -> Iterator[None]:
+    with few_programs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2, 4))
+        yield
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With and without a window."""
+    return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=MIXED_LAYERS)
+
+
+def load(directory: Path, backend: str = "captured", dtype: str = "bfloat16", **options: Any) -> Worker:
+    capture = CountedCapture(warms_up=False) if backend == "captured" else None
+    compiling = CompileOptions(backend, (1, 5), **({"capture": capture, "is_deterministic": True} | options))
+    return load_worker(str(directory), device="cpu", dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling,
+                       self_check=False)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def worker(mixed: Path) -> Worker:
+    return load(mixed)
+
+
+def tables() -> list[tuple[int, ...]]:
+    ids = list(range(NUM_BLOCKS))
+    random.Random(1).shuffle(ids)
+    return [tuple(ids[first : first + 6]) for first in range(0, 60, 6)]
+
+
+class Sessions:
+    """One that is looked at, and nine others: some are in the middle of a text, some read a prompt."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.tokens = [random_tokens(seed, 90) for seed in range(10)]
+        self.tables = tables()
+        for index in range(1, 10):
+            if self.done(index):
+                self.run((index, 0, self.done(index)))
+
+    @staticmethod
+    def done(index: int) -> int:
+        """Tokens of another one that are there already."""
+        return (0, 20, 33, 0, 47, 9)[index % 6]
+
+    def run(self, *spans: tuple[int, int, int]) -> torch.Tensor:
+        """(session, from, to) of each; logits of all rows of session 0."""
+        slices: list[SequenceSlice] = []
+        for index, start, end in spans:
+            rows = end - start if index == 0 else 1
+            slices.append(piece(self.tokens[index], start, end, self.tables[index], rows))
+        logits = self._worker.execute(StepPlan(tuple(slices))).split([one.num_logit_rows for one in slices])
+        own = [rows for rows, (index, *_) in zip(logits, spans, strict=True) if index == 0]
+        return torch.cat([*own, logits[0][:0]])
+
+    def others(self, count: int) -> list[tuple[int, int, int]]:
+        """Draft steps, verifications and chunks of prompts by turns."""
+        return [(index, self.done(index), self.done(index) + (1, 5, 12)[index % 3]) for index in range(1, count + 1)]
+
+
+@pytest.fixture(scope="module")
+def sessions(worker: Worker) -> Sessions:
+    """What a step stores for them is the same whenever it is run again."""
+    return Sessions(worker)
+
+
+def test_a_verification_has_the_bits_of_single_rows_in_any_company(sessions: Sessions) -> None:
+    """Batches of 1 to 9, the session being first, last or in the middle."""
+    sessions.run((0, 0, START))
+    alone = torch.cat([sessions.run((0, position, position + 1)) for position in range(START, END)])
+    for count in range(9):
+        others = sessions.others(count)
+        place = count // 2 if count % 2 else len(others)
+        spans: Sequence[tuple[int, int, int]] = (*others[:place], (0, START, END), *others[place:])
+        assert torch.equal(sessions.run(*spans), alone), count + 1
+
+
+def test_a_prompt_has_the_same_bits_in_one_piece_in_chunks_and_in_company(sessions: Sessions) -> None:
+    whole = sessions.run((0, 0, END))
+    cuts = (0, 1, 18, END)
+    parts = [sessions.run(*sessions.others(3), (0, start, end)) for start, end in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_its_logits_are_not_rounded_to_the_sixteen_bits_of_the_model(sessions: Sessions) -> None:
+    logits = sessions.run((0, 0, 20))
+    assert logits.dtype == torch.float32
+    assert (logits.to(torch.bfloat16) != logits).float().mean() > 0.9
+
+
+@pytest.mark.full
+def test_int8_weights_keep_it_too(mixed: Path) -> None:
+    """The trial at start says so; the rest is the same."""
+    load(mixed, dtype="int8")
+
+
+def test_products_that_depend_on_the_number_of_rows_are_found_out_at_start(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the trial."""
+
+    def deeper(num_rows: int, num_outputs: int, dtype: torch.dtype) -> row_products.Tiling:
+        return replace(tiling(num_rows, num_outputs, dtype), outputs=256, inputs=16 if num_rows > 16 else 32)
+
+    monkeypatch.setattr(row_products, "tiling", deeper)
+    # In float32: rounding to 16 bits after every product of so small a model hides what differs.
+    with pytest.raises(Unsupported, match="deterministic cannot be kept here: logits of a row alone and in company"):
+        load(mixed, dtype="float32")
+
+
+def test_attention_that_does_not_run_is_no_reason_to_gather(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("no such architecture")
+
+    monkeypatch.setattr(paged_attention, "paged_attention", failing)
+    with pytest.raises(Unsupported, match="steps cannot be captured here: --deterministic needs paged attention") as no:
+        load(mixed)
+    assert no.value.field == "deterministic"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "words"),
+    [
+        ("gpt2", {}, "a model of type gpt2 has no captured steps"),
+        ("llama", {"backend": "eager"}, "--deterministic on cpu needs native kernels, not --compile-backend eager"),
+    ],
+)
+def test_what_cannot_keep_it_is_refused_by_name(
+    architecture: str, options: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    build_tiny_model(architecture, tmp_path, vocabulary_size=96, context=256)
+    with pytest.raises(Unsupported) as refusal:
+        load(tmp_path, **options)
+    assert words in refusal.value.message
+    assert refusal.value.field == "deterministic"
