@@ -21,6 +21,7 @@ from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
@@ -74,6 +75,9 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(pools.close)
         directory = store.prefixes() if settings.prefix_directory == "on" else None
         history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
+        timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
+        if timelines is not None:
+            ending.callback(timelines.close)
         scores, canary = None, None
         if settings.route == "auto":
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
@@ -81,7 +85,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.push_async_callback(canary.close)
         generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
                                   metrics=metrics, directory=directory, history=history, scores=scores,
-                                  canary=canary, learning_log=_open_learning_log(settings, metrics))  # fmt: skip
+                                  canary=canary, learning_log=_open_learning_log(settings, metrics),
+                                  timelines=timelines)  # fmt: skip
         default_mode = Mode[settings.default_mode.upper()]
         CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
         if settings.metrics:

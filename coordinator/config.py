@@ -67,6 +67,10 @@ class CoordinatorSettings(ServiceSettings):
     learning_log_max_age_s: float = Field(default=7 * 86400.0, gt=0.0)
     """Seconds after which what lies in the tenant's learning log is deleted, while a coordinator that keeps it runs."""
 
+    timeline: Path | None = None
+    """File to which a JSON line is added for every round: when the coordinator and its replicas did what. No text, no
+    tokens; `specdec timeline FILE` makes a picture of it. Unset: nothing is noted."""
+
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
     """Speculation mode of requests that name none."""
 

@@ -60,7 +60,10 @@ def proposal_of(job: Job) -> Proposal:
     draft: Draft = job.progress
     last_run_len = job.call.position.committed_len + len(draft.token_ids) - 1  # the last draft token is not run
     return draft.proposal(
-        kv_len=min(job.kv_len, last_run_len), num_cached_tokens=job.num_cached_tokens, forward_s=job.elapsed_s
+        kv_len=min(job.kv_len, last_run_len),
+        num_cached_tokens=job.num_cached_tokens,
+        forward_s=job.elapsed_s,
+        stages=job.stages,
     )
 
 

@@ -6,6 +6,7 @@ A round goes from here to `draft_service.proposer`. Not here: drafting (`propose
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,6 +27,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
             engine,
             metrics,
             items_of=lambda frame: frame.requests,
+            request_type=draft_pb2.ProposeFrame,
             reply_type=draft_pb2.Proposal,
             frame_of=lambda replies: draft_pb2.ProposalFrame(proposals=replies),
         )
@@ -44,10 +46,15 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
 
     async def answer(self, item: draft_pb2.ProposeRequest) -> Answered:
         request = codec.decode_propose_request(item, self._limits)
+        decoded_s = time.monotonic()
         proposal = await self._engine.propose(request)
+        answered_s = time.monotonic()
         return Answered(
             replies.encode_proposal(proposal, item.call_id),
             num_committed_tokens=request.position.committed_len,
             num_cached_tokens=proposal.num_cached_tokens,
             num_draft_tokens=len(proposal.draft_token_ids),
+            decoded_s=decoded_s,
+            answered_s=answered_s,
+            stages=proposal.stages,
         )

@@ -201,6 +201,10 @@ class ReplicaSettings(ServiceSettings):
     text is the same alone and in company. On a GPU this takes slower kernels; on a CPU the native kernels keep it
     anyway. What cannot keep it is refused."""
 
+    lane: Literal["on", "off"] = "on"
+    """Take the frames of this user's coordinators on this machine over a Unix socket, too, which is quicker (Linux).
+    All others, and those for whom that fails, use gRPC. off: gRPC only."""
+
     self_check: Literal["on", "off"] = "on"
     """Before serving, compare the logits of a few tokens with the model's own forward pass in transformers, and refuse
     a model that this engine computes differently; off serves it as it is."""

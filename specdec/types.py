@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,6 +136,8 @@ class SessionPosition:
     draw_rule: DrawRule
     tenant: str = DEFAULT_TENANT
     """Whose session it is. On a replica `session_id` is unique among all tenants (`specdec.tenant`)."""
+    is_timed: bool = False
+    """Whether the answer is to say when what was done."""
 
     @property
     def committed_len(self) -> int:
@@ -168,6 +171,27 @@ class Support:
     """uint16 [S], all above 0."""
 
 
+class Stages(NamedTuple):
+    """When a replica did what for a call: seconds of a clock that only it has, each at least the one before."""
+
+    admitted_s: float
+    """The device thread took it."""
+    step_began_s: float
+    """The first step that ran for it; where none did, as `admitted_s`."""
+    step_ended_s: float
+    """The last one, and the answer was made."""
+    received_s: float = 0.0
+    """The frame that brought it was read. This and the following are set where an answer has come over a link."""
+    decoded_s: float = 0.0
+    """It was read and checked."""
+    answered_s: float = 0.0
+    """The event loop had the answer."""
+    encoded_s: float = 0.0
+    """The answer was a message."""
+    sent_s: float = 0.0
+    """Its frame was given to the stream."""
+
+
 @dataclass(slots=True)
 class Proposal:
     """L <= gamma draft tokens. `supports` is empty for greedy and coupled rounds."""
@@ -180,6 +204,8 @@ class Proposal:
     """Tokens whose KV the replica really holds now (the last draft token never is)."""
     num_cached_tokens: int
     forward_s: float
+    stages: Stages | None = None
+    """None where nobody asked, or nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +296,8 @@ class Verification:
     """Positions in those."""
     drafted: Proposal | None = None
     """What it drafted by itself, `forward_s` being the time that took; None: nothing, also where it was asked to."""
+    stages: Stages | None = None
+    """None where nobody asked, or nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,3 +338,5 @@ class EngineInfo:
     """That have ended since the process began."""
     step_limit_s: float = 0.0
     """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""
+    lane: str = ""
+    """Name of an abstract Unix socket on its machine that takes the same frames; "": none."""

@@ -207,6 +207,7 @@ def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
         num_others=others.num_rounds,
         num_other_rows=others.num_rows,
         drafted=_drafted(rows),
+        stages=rows.job.stages,
     )
 
 

@@ -6,6 +6,7 @@ A round goes from here to `target_service.verifier`. Not here: verifying (`verif
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,6 +27,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
             engine,
             metrics,
             items_of=lambda frame: frame.requests,
+            request_type=target_pb2.VerifyFrame,
             reply_type=target_pb2.Verification,
             frame_of=lambda replies: target_pb2.VerificationFrame(verifications=replies),
         )
@@ -40,10 +42,15 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
 
     async def answer(self, item: target_pb2.VerifyRequest) -> Answered:
         request = codec.decode_verify_request(item, self._limits)
+        decoded_s = time.monotonic()
         verification = await self._engine.verify(request)
+        answered_s = time.monotonic()
         return Answered(
             replies.encode_verification(verification, item.call_id),
             num_committed_tokens=request.position.committed_len,
             num_cached_tokens=verification.num_cached_tokens,
             num_draft_tokens=len(request.draft_token_ids),
+            decoded_s=decoded_s,
+            answered_s=answered_s,
+            stages=verification.stages,
         )

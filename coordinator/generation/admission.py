@@ -29,6 +29,7 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk, RouteFigures
 from coordinator.round.draft_kinds import DraftKinds
+from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
@@ -70,6 +71,7 @@ class Generations:
         scores: ScoreQueue | None = None,
         canary: Canary | None = None,
         learning_log: LearningLog | None = None,
+        timelines: TimelineLog | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +80,7 @@ class Generations:
             scores: where committed tokens are scored, to route requests among draft models; None: they are not.
             canary: follows the promotion of a draft model, where requests are routed.
             learning_log: where what the target says goes, for drafts to learn from; None: nowhere.
+            timelines: where it is noted when rounds did what; None: nowhere.
         """
         self._settings = settings
         self._store = store
@@ -95,6 +98,7 @@ class Generations:
             store=store, pools=pools, placement=placement, removal=self._removal, prefixes=self._prefixes,
             draft_kinds=self._draft_kinds, metrics=metrics, draft_timeout_s=settings.draft_timeout_s,
             tenant=settings.tenant, recorder=None if learning_log is None else Recorder(learning_log, pools),
+            timelines=timelines,
         )  # fmt: skip
         self._running: dict[str, Generation] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

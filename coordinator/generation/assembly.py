@@ -30,6 +30,7 @@ from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
+from coordinator.round.timeline import TimelineLog
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import Lease, SessionStore
 
@@ -50,6 +51,7 @@ class GenerationAssembly:
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
         tenant: str,
+        timelines: TimelineLog | None = None,
     ) -> None:
         self._store = store
         self._pools = pools
@@ -59,6 +61,7 @@ class GenerationAssembly:
         self._draft_kinds = draft_kinds
         self._recorder = recorder
         self._tenant = tenant
+        self._timelines = timelines
         self._metrics = metrics
         self._draft_timeout_s = draft_timeout_s
         self._commits = CommitQueue(store)
@@ -86,7 +89,7 @@ class GenerationAssembly:
             round_id=beginning.round_id,
             account=account,
             stream=stream,
-            publisher=Publisher(self._store, self._commits, lease, tokens, stream, account),
+            publisher=Publisher(self._store, self._commits, lease, tokens, stream, account, self._timelines),
             on_failure_without_output=partial(self._discard, beginning),
             remember_output=self._draft_kinds.remember,
             route=route,
@@ -139,6 +142,7 @@ class GenerationAssembly:
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
             tenant=self._tenant,
+            is_timed=self._timelines is not None,
         )
 
     async def _discard(self, beginning: Beginning) -> None:

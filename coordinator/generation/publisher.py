@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from coordinator.generation.commits import CommitQueue
 from coordinator.generation.request_log import encode_stats
 from coordinator.generation.stream import OutputStream
 from coordinator.round.runner import RoundOutcome
+from coordinator.round.timeline import RoundTimeline, TimelineLog
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputStep
 from specdec.errors import LeaseLost, SessionLost, SpecdecError, Unavailable
@@ -51,6 +53,7 @@ class Publisher:
         tokens: SessionTokens,
         stream: OutputStream,
         account: Account,
+        timelines: TimelineLog | None = None,
     ) -> None:
         """
         Args:
@@ -60,6 +63,7 @@ class Publisher:
             tokens: of the session, those of rounds that are not committed yet included.
             stream: what readers see.
             account: counts what is published.
+            timelines: told when rounds that note it did what.
         """
         self._store = store
         self._commits = commits
@@ -67,6 +71,7 @@ class Publisher:
         self._tokens = tokens
         self._stream = stream
         self._account = account
+        self._timelines = timelines
         self._publication: asyncio.Task[None] | None = None
         """Of the latest round."""
 
@@ -117,8 +122,19 @@ class Publisher:
             )
         )
 
+        committed_s = time.monotonic()
         self._account.count_chunk(len(output.token_ids), is_first=not self._stream.num_tokens)
         self._stream.publish(output, decided.outcome.provenance)
+        if self._timelines is not None and decided.outcome.timeline is not None:
+            self._log_timeline(self._timelines, decided, decided.outcome.timeline, committed_s)
+
+    def _log_timeline(
+        self, timelines: TimelineLog, decided: DecidedRound, timeline: RoundTimeline, committed_s: float
+    ) -> None:
+        timeline.committed_s, timeline.shown_s = committed_s, time.monotonic()
+        timelines.write(self._lease.session_id, decided.round_id, decided.outcome.num_draft_tokens, timeline)
+        if decided.output.finish_reason is not None:
+            timelines.flush()
 
     async def _commit(self, commit: Commit) -> None:
         """Commits, and tries again where that may help. Raises as `SessionStore.commit`."""

@@ -9,6 +9,7 @@ the maths (core), the wire (rpc).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from coordinator.round.gamma import RoundTimes
 from coordinator.round.provenance import trace_tokens
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetAnswer, TargetCalls
+from coordinator.round.timeline import RoundTimeline
 from coordinator.round.tokens import SessionTokens
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
@@ -50,6 +52,8 @@ class RoundOutcome(NamedTuple):
     supports: Sequence[Support]
     """Of the draft tokens; empty in greedy and coupled rounds."""
     verification: Verification
+    timeline: RoundTimeline | None = None
+    """Where the setting asks for it."""
 
 
 class RoundRunner:
@@ -94,11 +98,16 @@ class RoundRunner:
         """
         committed_len = len(self._tokens)
         wire = WireCount()
+        timeline = RoundTimeline(time.monotonic()) if self._setting.is_timed else None
 
         # A round emits one token more than it has draft tokens.
         draft = await self._drafts.propose(round_id, remaining - 1, committed_len, wire)
+        if timeline is not None:
+            timeline.note_draft(wire, draft.replica is not None, draft.proposal.stages)
 
         target = await self._target_calls.verify(round_id, draft.proposal, wire, draft.local)
+        if timeline is not None:
+            timeline.note_target(wire, target.verification.stages)
         if draft.local is not None:
             draft = draft.drafted_by(target.verification, target.wait_s)
             target = target._replace(wait_s=target.wait_s - draft.wait_s)
@@ -106,6 +115,8 @@ class RoundRunner:
         decision = self._decide(draft.proposal, target.verification, committed_len)
 
         self._learn(draft, target, committed_len, decision.num_accepted)
+        if timeline is not None:
+            timeline.decided_s = time.monotonic()
         return RoundOutcome(
             token_ids=decision.token_ids,
             provenance=trace_tokens(decision, draft.proposal.supports, target.verification, draft.pool),
@@ -119,6 +130,7 @@ class RoundRunner:
             target_only_cause=draft.missing_cause,
             supports=draft.proposal.supports,
             verification=target.verification,
+            timeline=timeline,
         )
 
     def _decide(self, proposal: Proposal, verification: Verification, committed_len: int) -> Decision:

@@ -64,5 +64,6 @@ class SessionCalls:
             turn=setting.turn,
             output_start=setting.output_start,
             draw_rule=setting.draw_rule,
+            is_timed=setting.is_timed,
             tenant=setting.tenant,
         )

@@ -25,6 +25,8 @@ class RoundSetting:
     draft_timeout_s: float | None
     """The longest that a round waits for its draft; None: until the draft answers or dies."""
     tenant: str = DEFAULT_TENANT
+    is_timed: bool = False
+    """Whether it is noted when what was done."""
 
     draw_rule: DrawRule = field(init=False)
     answers_choices: bool = field(init=False)

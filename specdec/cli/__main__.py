@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The whole command line. Defaults come from `environ` where a flag has a variable (`SPECDEC_ENDPOINT`)."""
-    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
+    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, timeline, up
 
     description = "Distributed speculative decoding: run it, talk to it, measure it."
     parser = _Parser(prog="specdec", description=description, allow_abbrev=False)
@@ -60,6 +60,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     scale.add_parser(commands, environ)
     join.add_parser(commands, environ)
     distill.add_parser(commands, environ)
+    timeline.add_parser(commands)
     bench.add_parser(commands, environ)
     health.add_parser(commands)
     return parser
@@ -71,7 +72,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     Returns:
         The exit code: 0 only on success, 2 for usage, 130 after Ctrl-C, 1 otherwise.
     """
-    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, up
+    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, timeline, up
     from specdec.cli.terminal import error_line
 
     for stream in (sys.stdout, sys.stderr):
@@ -93,6 +94,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             "pools": pools.run,
             "promote": promote.run,
             "scale": scale.run,
+            "timeline": timeline.run,
             "bench": bench.run,
             "health": health.run,
         }

@@ -25,7 +25,7 @@ from typing import Any, Self, TextIO
 
 from specdec.cli.fleet import Fleet
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable
-from specdec.state.embedded import short_temporary_folder
+from specdec.state.socket_folder import short_temporary_folder
 
 _MAX_REQUEST_BYTES = 4096
 _REQUEST_TIMEOUT_S = 5.0

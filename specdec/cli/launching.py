@@ -95,6 +95,7 @@ class Launcher:
         arguments += ["--tenant", self._args.tenant]
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         arguments += ["--learning-log", self._args.learning_log] if self._args.learning_log else []
+        arguments += ["--timeline", self._args.timeline] if self._args.timeline else []
         arguments += ["--route", "auto"] if self._args.route == "auto" else []
         arguments += ["--default-draft-pool", self._served.drafts[0].name] if len(self._served.drafts) > 1 else []
         arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]

@@ -32,6 +32,8 @@ from specdec.errors import SpecdecError, Unavailable
 from specdec.preflight import require_kv_room, require_servable_pair
 from specdec.rank_checks import require_divisible, require_supported
 from specdec.rpc.channels import dial_blocking
+from specdec.state.embedded import EmbeddedRedis
+from specdec.state.own_redis import OwnRedis, throwaway_redis
 
 __all__ = ["ChildFailed", "Usage", "add_parser", "run"]
 
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
             served = _check_models(args, served, waiting, stop)
         if stop.is_set():
             return 0
-        redis_url = _redis(args, stack)
+        store = _own_store(args, stack)
         if args.ray_address == "local":  # a Ray that runs what it is told by us alone
             environ = {**environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         own_ray = _own_ray(args, environ, waiting, stop, stack)
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
             args,
             served,
             endpoint=endpoint,
-            redis_url=redis_url,
+            redis_url=args.redis_url if store is None else store.url,
             metrics=metrics,
             environ=environ,
             ray_address=own_ray.address if own_ray else args.ray_address,
@@ -92,14 +94,20 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
             for name, address in metrics.items():
                 _say(f"[{name}] metrics at http://{address}/metrics")
             print(f"ready grpc={endpoint}", flush=True)
-        _keep(fleet, own_ray, stop)
+        _keep(fleet, own_ray, store, stop)
         return 0
 
 
-def _keep(fleet: Fleet, own_ray: Service | None, stop: threading.Event) -> None:
-    """Until `stop`. Raises ChildFailed: the Ray that all replicas are on has ended."""
+def _keep(fleet: Fleet, own_ray: Service | None, store: OwnRedis | EmbeddedRedis | None, stop: threading.Event) -> None:
+    """Until `stop`. Raises ChildFailed: the Ray that all replicas are on has ended, or the store for good."""
     while not stop.wait(_POLL_S):
         fleet.look()
+        if store is not None and not store.is_alive:
+            _say("the store has ended, and every session with it; starting another")
+            try:
+                store.start()
+            except OSError as error:
+                raise ChildFailed(f"{Unavailable.code} {Unavailable.default_reason}: {error}") from error
         if own_ray is not None and not own_ray.is_alive:
             raise ChildFailed(f"{Unavailable.code} {Unavailable.default_reason}: Ray has ended ({own_ray.ending()})")
 
@@ -115,12 +123,9 @@ def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-def _redis(args: argparse.Namespace, stack: contextlib.ExitStack) -> str:
-    if args.redis_url != "memory://":
-        return str(args.redis_url)
-    from specdec.state.embedded import EmbeddedRedis
-
-    return stack.enter_context(EmbeddedRedis()).url
+def _own_store(args: argparse.Namespace, stack: contextlib.ExitStack) -> OwnRedis | EmbeddedRedis | None:
+    """The store that lives as long as this does; None where another one is given."""
+    return stack.enter_context(throwaway_redis()) if args.redis_url == "memory://" else None
 
 
 def _own_ray(

@@ -121,6 +121,10 @@ def add_parser(commands: Any) -> None:
         "--learning-log", metavar="DIR", default="",
         help="log what the target says there, users' texts included, for specdec distill; default: nothing is logged",
     )  # fmt: skip
+    parser.add_argument(
+        "--timeline", metavar="FILE", default="",
+        help="note there when every round did what, for specdec timeline; default: nothing is noted",
+    )  # fmt: skip
     parser.add_argument("--redis-url", default="memory://", metavar="URL", help="default: an embedded store")
     parser.add_argument(
         "--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"whose sessions these are; default {DEFAULT_TENANT}"

@@ -23,6 +23,10 @@ class WireCount:
 
     num_bytes: int = 0
     """Serialised request items sent and reply items received."""
+    sent_s: float = 0.0
+    """When the frame of the last call that left was given to its stream, by `time.monotonic`; 0: none did."""
+    heard_s: float = 0.0
+    """When the frame of the last answer had been read; 0: there was none."""
 
 
 @dataclass(slots=True)

@@ -29,6 +29,8 @@ from specdec.rpc.calls import Patience, WireCount
 from specdec.rpc.channels import dial
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.identity import check_answering, meant_for
+from specdec.rpc.lane_stream import LaneStream
+from specdec.rpc.lanes import is_name
 from specdec.rpc.link_stream import LinkStream
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.tenant import DEFAULT_TENANT
@@ -81,6 +83,9 @@ class _Link(Generic[RequestT, ReplyT]):
         self._closed = False
         self.on_meeting: Callable[[str], None] = lambda incarnation: None
         """Told, once a stream, the incarnation of the process that answers it."""
+        self.lane = ""
+        """Name of the replica's lane, by its own word; "" where it has none."""
+        self._lost_lane = ""
         self.heard_at = 0.0
         """When the replica last answered a streamed call, also one that nobody waited for any more: by the event
         loop's clock, 0 before the first."""
@@ -131,13 +136,32 @@ class _Link(Generic[RequestT, ReplyT]):
 
     def _open_stream(self, model: str) -> LinkStream:
         stream = self._streams.get(model)
+        if stream is not None and not stream.is_lane and stream.oldest_pending is None and self._has_lane():
+            stream.break_off(f"{self.address}: the replica has a lane")
         if stream is None or stream.closed:
             self._streams = {meant: other for meant, other in self._streams.items() if not other.closed}
-            # Without serializers: frames are bytes here.
-            call: Any = self._dial().stream_stream(self._stream_method)(metadata=meant_for(model))
-            meet = partial(self._meet, model)
-            stream = self._streams[model] = LinkStream(call, self._items_of, self._decode, self.address, meet)
+            stream = self._streams[model] = self._open_lane(model) or self._open_grpc(model)
         return stream
+
+    def _has_lane(self) -> bool:
+        """Whether the replica has a lane that can be used and was not lost before."""
+        return not self._closed and self.lane != self._lost_lane and is_name(self.lane)
+
+    def _open_lane(self, model: str) -> LinkStream | None:
+        if not self._has_lane():
+            return None
+        name = self.lane
+
+        def note_lost() -> None:
+            self._lost_lane = name
+
+        meet = partial(self._meet, model)
+        return LaneStream(name, model, self._items_of, self._decode, self.address, meet, note_lost)
+
+    def _open_grpc(self, model: str) -> LinkStream:
+        # Without serializers: frames are bytes here.
+        call: Any = self._dial().stream_stream(self._stream_method)(metadata=meant_for(model))
+        return LinkStream(call, self._items_of, self._decode, self.address, partial(self._meet, model))
 
     def _meet(self, model: str, metadata: Any) -> None:
         self.on_meeting(check_answering(metadata, model))

@@ -9,6 +9,7 @@ what an item means (the servicers). Called by the draft and target servicers.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from specdec.observability.logging import bind
 from specdec.rpc import status
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS
 from specdec.rpc.interceptors import internal_error, new_request_id
+from specdec.rpc.stages import note_sent
 
 #: Items of one stream that are in work or whose reply waits to be written; beyond, the peer is not read until one left.
 MAX_OPEN_ITEMS = 4096
@@ -33,14 +35,15 @@ class FrameServer:
         self,
         *,
         items_of: Callable[[Any], Sequence[Any]],
-        answer: Callable[[Any], Awaitable[Any]],
+        answer: Callable[[Any, float], Awaitable[Any]],
         reply_type: Callable[..., Any],
         frame_of: Callable[[list[Any]], Any],
     ) -> None:
         """
         Args:
             items_of: the request items of a frame.
-            answer: turns a request item into a reply item; raises SpecdecError for the item alone.
+            answer: turns a request item, and when its frame had been read by `time.monotonic`, into a reply item;
+                raises SpecdecError for the item alone.
             reply_type: builds a reply item from `call_id` and `status`, for items that failed.
             frame_of: packs reply items into a frame.
         """
@@ -48,7 +51,7 @@ class FrameServer:
         self._answer = answer
         self._reply_type = reply_type
         self._frame_of = frame_of
-        self._streams: set[_ServedStream] = set()
+        self._drain_watchers: set[Callable[[], None]] = set()
         self.draining = False
 
     async def serve(self, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]) -> None:
@@ -60,25 +63,33 @@ class FrameServer:
             InvalidRequest: a frame of more than MAX_FRAME_ITEMS items.
         """
         stream = _ServedStream(self, frames, write)
-        self._streams.add(stream)
+        self.watch_drain(stream.wake.set)
         try:
             await stream.run()
         finally:
-            self._streams.discard(stream)
+            self.forget_drain(stream.wake.set)
+
+    def watch_drain(self, tell: Callable[[], None]) -> None:
+        """`tell` is called when the service begins to drain."""
+        self._drain_watchers.add(tell)
+
+    def forget_drain(self, tell: Callable[[], None]) -> None:
+        """Idempotent."""
+        self._drain_watchers.discard(tell)
 
     def drain(self) -> None:
         """Refuses new items with DRAINING and ends every stream once its items in flight are answered. Idempotent."""
         self.draining = True
-        for stream in self._streams:
-            stream.wake.set()
+        for wake in list(self._drain_watchers):
+            wake()
 
-    async def reply_to(self, item: Any) -> Any:
+    async def reply_to(self, item: Any, received_s: float) -> Any:
         """Answers one item; an error becomes its status."""
         with bind(session_id=item.round.session_id, epoch=item.round.epoch, round_id=item.round.round_id):
             try:
                 if self.draining:
                     raise Unavailable("the replica is draining", reason="DRAINING")
-                return await self._answer(item)
+                return await self._answer(item, received_s)
             except SpecdecError as error:
                 failure = error.with_traceback(None)  # its frames hold the item, and this one holds it: a cycle
             except Exception as error:
@@ -102,7 +113,8 @@ class _ServedStream:
         self._frames = frames
         self._write = write
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._replies: deque[Any] = deque()
+        self._replies: deque[tuple[Any, float]] = deque()
+        """With the time at which the frame of their item had been read."""
         self._room = asyncio.Semaphore(MAX_OPEN_ITEMS)
         self._half_closed = False
         self.wake = asyncio.Event()
@@ -114,7 +126,7 @@ class _ServedStream:
                 await self.wake.wait()
                 self.wake.clear()
                 while self._replies:
-                    replies = self._take()
+                    replies = take_replies(self._replies)
                     await self._write(self._server.frame_of(replies))
                     for _ in replies:
                         self._room.release()
@@ -133,6 +145,7 @@ class _ServedStream:
     async def _read(self) -> None:
         try:
             async for frame in self._frames:
+                received_s = time.monotonic()
                 items = self._server.items_of(frame)
                 if len(items) > MAX_FRAME_ITEMS:
                     raise InvalidRequest(f"a frame of {len(items)} items; the limit is {MAX_FRAME_ITEMS}")
@@ -140,28 +153,33 @@ class _ServedStream:
                     if index % _ITEMS_A_TURN == 0:
                         await asyncio.sleep(0)
                     await self._room.acquire()  # a peer that asks without end fills its own buffers, not ours
-                    task = asyncio.create_task(self._reply(item))
+                    task = asyncio.create_task(self._reply(item, received_s))
                     self._in_flight.add(task)
                     task.add_done_callback(self._settle)
         finally:
             self._half_closed = True
             self.wake.set()
 
-    async def _reply(self, item: Any) -> None:
-        self._replies.append(await self._server.reply_to(item))
+    async def _reply(self, item: Any, received_s: float) -> None:
+        self._replies.append((await self._server.reply_to(item, received_s), received_s))
         self.wake.set()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
         self.wake.set()
 
-    def _take(self) -> list[Any]:
-        replies = [self._replies.popleft()]
-        size = replies[0].ByteSize()
-        while (
-            self._replies
-            and len(replies) < MAX_FRAME_ITEMS
-            and (size := size + self._replies[0].ByteSize()) <= FRAME_BYTES
-        ):
-            replies.append(self._replies.popleft())
-        return replies
+
+def take_replies(waiting: deque[tuple[Any, float]]) -> list[Any]:
+    """Takes the replies of the next frame from those that wait, each with the time at which its item had been read."""
+    now_s = time.monotonic()
+    replies: list[Any] = []
+    size = 0
+    while waiting and len(replies) < MAX_FRAME_ITEMS:
+        reply, received_s = waiting[0]
+        size += reply.ByteSize()
+        if replies and size > FRAME_BYTES:
+            break
+        waiting.popleft()
+        note_sent(reply, now_s - received_s)
+        replies.append(reply)
+    return replies

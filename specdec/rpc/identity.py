@@ -36,12 +36,17 @@ async def meet_caller(context: Any, info: EngineInfo) -> None:
     Raises:
         Unavailable: the stream is meant for another model.
     """
-    meant = _value(context.invocation_metadata(), MODEL_KEY)[:_MAX_NAME_CHARACTERS]
-    if meant and meant != info.model_fingerprint:
-        raise Unavailable(f"replica {info.replica_id} serves model {info.model_fingerprint}, {meant} was meant")
+    require_meant(_value(context.invocation_metadata(), MODEL_KEY), info)
     await context.send_initial_metadata(
         ((MODEL_KEY, info.model_fingerprint), (INCARNATION_KEY, info.incarnation))
     )  # fmt: skip
+
+
+def require_meant(model: str, info: EngineInfo) -> None:
+    """Raises Unavailable: a caller means another model."""
+    meant = model[:_MAX_NAME_CHARACTERS]
+    if meant and meant != info.model_fingerprint:
+        raise Unavailable(f"replica {info.replica_id} serves model {info.model_fingerprint}, {meant} was meant")
 
 
 def check_answering(metadata: Metadata | None, model: str) -> str:

@@ -9,6 +9,7 @@ are no frame fail every call that waits. Not here: opening one, and another afte
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ OWN_STALL_S = 0.02
 
 class LinkStream:
     """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
+
+    is_lane = False
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class LinkStream:
         pending = PendingCall(request, item, wire, self._loop.create_future())
         self._calls.add(call_id, pending)
         self._outbox.append(pending)
-        self._wake.set()
+        self._kick()
         if patience is not None:
             now = self._loop.time()
             self._await_answer(pending, patience, now, now)
@@ -117,6 +120,13 @@ class LinkStream:
         await asyncio.wait([self._task])
         self._end(f"{self._address}: the link was closed")  # for a task that never ran
 
+    def _kick(self) -> None:
+        """Something is to be sent."""
+        self._wake.set()
+
+    def _hang_up(self) -> None:
+        self._call.cancel()
+
     async def _run(self) -> None:
         writer = asyncio.create_task(self._write())
         reason = f"{self._address}: the link was closed"
@@ -128,7 +138,7 @@ class LinkStream:
 
     def _end(self, reason: str) -> None:
         self.closed = True
-        self._call.cancel()
+        self._hang_up()
         self._calls.fail_all(reason)
         self._outbox.clear()
 
@@ -161,6 +171,7 @@ class LinkStream:
         items: list[Any] = []
         waiting: list[PendingCall] = []
         stray: StrayAnswer | None = None
+        heard_s = time.monotonic()
         for item, num_bytes in self._items_of(frame):
             try:
                 pending = self._calls.take(item.call_id)
@@ -170,6 +181,7 @@ class LinkStream:
             if pending is None:
                 continue
             pending.wire.num_bytes += num_bytes
+            pending.wire.heard_s = heard_s
             if item.HasField("status") and item.status.code:
                 pending.answer.set_exception(status.from_item_status(item.status))
             else:
@@ -199,6 +211,7 @@ class LinkStream:
     def _take(self) -> list[bytes]:
         items: list[bytes] = []
         size = 0
+        now_s = time.monotonic()
         while (
             self._outbox
             and len(items) < MAX_FRAME_ITEMS
@@ -210,4 +223,5 @@ class LinkStream:
                 items.append(pending.item)
                 size += len(pending.item)
                 pending.wire.num_bytes += len(pending.item)
+                pending.wire.sent_s = now_s
         return items

@@ -21,6 +21,7 @@ from specdec.core.packed import NO_IDS, PackedIds, PackedRows, PackedSupports, l
 from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
+from specdec.rpc.stages import decode_stages
 from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 
@@ -74,6 +75,7 @@ def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[P
             kv_len=message.kv_len,
             num_cached_tokens=message.num_cached_tokens,
             forward_s=message.forward_s,
+            stages=decode_stages(message.stages) if message.HasField("stages") else None,
         )
         for message, token_ids_, supports in columns
     ]
@@ -247,6 +249,7 @@ def _read_verification(
         num_others=message.num_others,
         num_other_rows=message.num_other_rows,
         drafted=drafted,
+        stages=decode_stages(message.stages) if message.HasField("stages") else None,
     )
 
 

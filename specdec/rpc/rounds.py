@@ -35,6 +35,8 @@ def encode_round(round_: SessionPosition, message: common_pb2.Round) -> None:
     message.start = round_.start
     message.prefix_hash = round_.prefix_hash
     message.token_ids.extend(round_.token_ids.tolist())
+    if round_.is_timed:
+        message.timed = True
 
 
 def _encode_request(round_: SessionPosition) -> bytes:
@@ -132,6 +134,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         output_start=message.output_start,
         draw_rule=DrawRule(message.draw_rule),
         tenant=tenant,
+        is_timed=message.timed,
     )
 
 

@@ -14,15 +14,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from google.protobuf.message import Message
+
 from specdec.engines import Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import meet_caller
+from specdec.rpc.lane_server import LaneServer
 from specdec.rpc.rounds import tenant_of
+from specdec.rpc.stages import encode_stages
 from specdec.tenant import session_on_replica
-from specdec.types import EngineInfo
+from specdec.types import EngineInfo, Stages
 from specdec.v1 import common_pb2
 
 #: Sessions that one call may free.
@@ -37,6 +41,12 @@ class Answered:
     num_committed_tokens: int
     num_cached_tokens: int
     num_draft_tokens: int
+    decoded_s: float
+    """When its request had been read and checked, by `time.monotonic`."""
+    answered_s: float
+    """When the engine had answered."""
+    stages: Stages | None
+    """What the engine says of when it did what, by the same clock; None where nobody asked."""
 
 
 class ReplicaServicer:
@@ -48,10 +58,11 @@ class ReplicaServicer:
         metrics: EngineMetrics,
         *,
         items_of: Callable[[Any], Sequence[Any]],
+        request_type: type[Message],
         reply_type: Callable[..., Any],
         frame_of: Callable[[list[Any]], Any],
     ) -> None:
-        """`items_of`, `reply_type` and `frame_of` as `FrameServer` takes them."""
+        """`request_type`: of a frame of requests. The others are as `FrameServer` takes them."""
         self._served = engine
         self._metrics = metrics
         self._limits = engine.info()
@@ -59,16 +70,29 @@ class ReplicaServicer:
         self._frames = FrameServer(
             items_of=items_of, answer=self._count_answer, reply_type=reply_type, frame_of=frame_of
         )
+        self._request_type = request_type
+        self._lanes: LaneServer | None = None
 
     def info(self) -> EngineInfo:
         """What the replica is now; draining from `drain` on."""
         engine_info = self._served.info()
         draining = engine_info.draining or self._frames.draining
-        return replace(engine_info, draining=draining, incarnation=self._incarnation)
+        lane = "" if self._lanes is None else self._lanes.name
+        return replace(engine_info, draining=draining, incarnation=self._incarnation, lane=lane)
 
     def drain(self) -> None:
         """Refuses new calls with DRAINING; streams end once what is in flight is answered."""
         self._frames.drain()
+
+    async def open_lane(self, max_frame_bytes: int) -> None:
+        """Takes frames over a Unix socket, too, which `info` names from now on."""
+        self._lanes = LaneServer(self._frames, self._request_type, self.info, max_frame_bytes)
+        await self._lanes.start()
+
+    async def close_lane(self, grace_s: float) -> None:
+        """Ends what `open_lane` began; calls in flight have so long to end. Idempotent."""
+        if self._lanes is not None:
+            await self._lanes.stop(grace_s)
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serves one stream of calls, unless it was meant for another model than this replica's."""
@@ -97,14 +121,20 @@ class ReplicaServicer:
         """Asks the engine what a request item asks. Raises SpecdecError for the item alone."""
         raise NotImplementedError
 
-    async def _count_answer(self, item: Any) -> Any:
+    async def _count_answer(self, item: Any, received_s: float) -> Any:
         arrived_s = time.monotonic()
         with self._metrics.call():
             answered = await self.answer(item)
+        ended_s = time.monotonic()
         self._metrics.observe_call(
-            duration_s=time.monotonic() - arrived_s,
+            duration_s=ended_s - arrived_s,
             num_committed_tokens=answered.num_committed_tokens,
             num_cached_tokens=answered.num_cached_tokens,
             num_draft_tokens=answered.num_draft_tokens,
         )
+        if answered.stages is not None:
+            stages = answered.stages._replace(
+                received_s=received_s, decoded_s=answered.decoded_s, answered_s=answered.answered_s, encoded_s=ended_s
+            )
+            encode_stages(stages, answered.message.stages)
         return answered.message

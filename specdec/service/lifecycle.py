@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.addresses import advertised_address, split_address
-from specdec.config import ServiceSettings
+from specdec.config import ReplicaSettings, ServiceSettings
 from specdec.engines import Engine
 from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
@@ -46,6 +46,10 @@ class Servicer(Protocol):
         ...
 
     def drain(self) -> None: ...
+
+    async def open_lane(self, max_frame_bytes: int) -> None: ...
+
+    async def close_lane(self, grace_s: float) -> None: ...
 
 
 class Registration(Protocol):
@@ -76,7 +80,7 @@ def require_addresses(settings: ServiceSettings) -> None:
 
 
 async def run_replica(
-    settings: ServiceSettings,
+    settings: ReplicaSettings,
     *,
     service_name: str,
     engine: Engine,
@@ -121,6 +125,9 @@ async def run_replica(
         ending.push_async_callback(server.stop, 0.0)
         _log.info("warming up")
         await engine.warm_up()
+        if settings.lane == "on":
+            await servicer.open_lane(settings.max_message_bytes)
+            ending.push_async_callback(servicer.close_lane, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         await server.set_serving()
         registration = register(address=address) if register is not None else None
@@ -140,7 +147,7 @@ async def run_replica(
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
         servicer.drain()
         await _announce(registration)
-        await server.stop(settings.drain_grace_s)
+        await asyncio.gather(server.stop(settings.drain_grace_s), servicer.close_lane(settings.drain_grace_s))
     _log.info("stopped")
 
 

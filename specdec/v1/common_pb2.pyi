@@ -48,7 +48,7 @@ class LawParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant")
+    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant", "timed")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class Round(_message.Message):
     OUTPUT_START_FIELD_NUMBER: _ClassVar[int]
     DRAW_RULE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIMED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     round_id: int
@@ -73,7 +74,26 @@ class Round(_message.Message):
     output_start: int
     draw_rule: DrawRule
     tenant: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    timed: bool
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ..., timed: bool = ...) -> None: ...
+
+class Stages(_message.Message):
+    __slots__ = ("decoded_us", "admitted_us", "step_began_us", "step_ended_us", "answered_us", "encoded_us", "sent_us")
+    DECODED_US_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_US_FIELD_NUMBER: _ClassVar[int]
+    STEP_BEGAN_US_FIELD_NUMBER: _ClassVar[int]
+    STEP_ENDED_US_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_US_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_US_FIELD_NUMBER: _ClassVar[int]
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
+    decoded_us: int
+    admitted_us: int
+    step_began_us: int
+    step_ended_us: int
+    answered_us: int
+    encoded_us: int
+    sent_us: int
+    def __init__(self, decoded_us: _Optional[int] = ..., admitted_us: _Optional[int] = ..., step_began_us: _Optional[int] = ..., step_ended_us: _Optional[int] = ..., answered_us: _Optional[int] = ..., encoded_us: _Optional[int] = ..., sent_us: _Optional[int] = ...) -> None: ...
 
 class Supports(_message.Message):
     __slots__ = ("sizes", "id_deltas")
@@ -112,7 +132,7 @@ class GetEngineInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation", "num_running", "local_drafts", "shadow", "local_gammas", "num_steps", "step_limit_s")
+    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation", "num_running", "local_drafts", "shadow", "local_gammas", "num_steps", "step_limit_s", "lane")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +158,7 @@ class EngineInfo(_message.Message):
     LOCAL_GAMMAS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     version: str
     role: str
     pool: str
@@ -163,4 +184,5 @@ class EngineInfo(_message.Message):
     local_gammas: _containers.RepeatedScalarFieldContainer[int]
     num_steps: int
     step_limit_s: float
-    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ..., local_drafts: _Optional[_Iterable[str]] = ..., shadow: bool = ..., local_gammas: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., step_limit_s: _Optional[float] = ...) -> None: ...
+    lane: str
+    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ..., local_drafts: _Optional[_Iterable[str]] = ..., shadow: bool = ..., local_gammas: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., step_limit_s: _Optional[float] = ..., lane: _Optional[str] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import common_pb2 as specdec_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"<\n\x0cProposeFrame\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.specdec.v1.ProposeRequest\"8\n\rProposalFrame\x12\'\n\tproposals\x18\x01 \x03(\x0b\x32\x14.specdec.v1.Proposal\"R\n\x0eProposeRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Round\x12\r\n\x05gamma\x18\x03 \x01(\r\"\xe6\x01\n\x08Proposal\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ItemStatus\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12&\n\x08supports\x18\x04 \x01(\x0b\x32\x14.specdec.v1.Supports\x12\x0f\n\x07weights\x18\x05 \x01(\x0c\x12\x11\n\tlost_mass\x18\x06 \x03(\x02\x12\x0e\n\x06kv_len\x18\x07 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x11\n\tforward_s\x18\t \x01(\x02\"C\n\x0cScoreRequest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.specdec.v1.Round\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"=\n\rScoreResponse\x12\t\n\x01q\x18\x01 \x01(\x0c\x12\x11\n\tforward_s\x18\x02 \x01(\x02\x12\x0e\n\x06step_s\x18\x03 \x01(\x02\x32\x9f\x02\n\x0c\x44raftService\x12\x42\n\x07Propose\x12\x18.specdec.v1.ProposeFrame\x1a\x19.specdec.v1.ProposalFrame(\x01\x30\x01\x12<\n\x05Score\x12\x18.specdec.v1.ScoreRequest\x1a\x19.specdec.v1.ScoreResponse\x12\x42\n\x07Release\x12\x1a.specdec.v1.ReleaseRequest\x1a\x1b.specdec.v1.ReleaseResponse\x12I\n\rGetEngineInfo\x12 .specdec.v1.GetEngineInfoRequest\x1a\x16.specdec.v1.EngineInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"<\n\x0cProposeFrame\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.specdec.v1.ProposeRequest\"8\n\rProposalFrame\x12\'\n\tproposals\x18\x01 \x03(\x0b\x32\x14.specdec.v1.Proposal\"R\n\x0eProposeRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Round\x12\r\n\x05gamma\x18\x03 \x01(\r\"\x8a\x02\n\x08Proposal\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ItemStatus\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12&\n\x08supports\x18\x04 \x01(\x0b\x32\x14.specdec.v1.Supports\x12\x0f\n\x07weights\x18\x05 \x01(\x0c\x12\x11\n\tlost_mass\x18\x06 \x03(\x02\x12\x0e\n\x06kv_len\x18\x07 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x11\n\tforward_s\x18\t \x01(\x02\x12\"\n\x06stages\x18\n \x01(\x0b\x32\x12.specdec.v1.Stages\"C\n\x0cScoreRequest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.specdec.v1.Round\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"=\n\rScoreResponse\x12\t\n\x01q\x18\x01 \x01(\x0c\x12\x11\n\tforward_s\x18\x02 \x01(\x02\x12\x0e\n\x06step_s\x18\x03 \x01(\x02\x32\x9f\x02\n\x0c\x44raftService\x12\x42\n\x07Propose\x12\x18.specdec.v1.ProposeFrame\x1a\x19.specdec.v1.ProposalFrame(\x01\x30\x01\x12<\n\x05Score\x12\x18.specdec.v1.ScoreRequest\x1a\x19.specdec.v1.ScoreResponse\x12\x42\n\x07Release\x12\x1a.specdec.v1.ReleaseRequest\x1a\x1b.specdec.v1.ReleaseResponse\x12I\n\rGetEngineInfo\x12 .specdec.v1.GetEngineInfoRequest\x1a\x16.specdec.v1.EngineInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,11 +39,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROPOSEREQUEST']._serialized_start=183
   _globals['_PROPOSEREQUEST']._serialized_end=265
   _globals['_PROPOSAL']._serialized_start=268
-  _globals['_PROPOSAL']._serialized_end=498
-  _globals['_SCOREREQUEST']._serialized_start=500
-  _globals['_SCOREREQUEST']._serialized_end=567
-  _globals['_SCORERESPONSE']._serialized_start=569
-  _globals['_SCORERESPONSE']._serialized_end=630
-  _globals['_DRAFTSERVICE']._serialized_start=633
-  _globals['_DRAFTSERVICE']._serialized_end=920
+  _globals['_PROPOSAL']._serialized_end=534
+  _globals['_SCOREREQUEST']._serialized_start=536
+  _globals['_SCOREREQUEST']._serialized_end=603
+  _globals['_SCORERESPONSE']._serialized_start=605
+  _globals['_SCORERESPONSE']._serialized_end=666
+  _globals['_DRAFTSERVICE']._serialized_start=669
+  _globals['_DRAFTSERVICE']._serialized_end=956
 # @@protoc_insertion_point(module_scope)

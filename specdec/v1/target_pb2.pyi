@@ -58,7 +58,7 @@ class Drafted(_message.Message):
     def __init__(self, draft_token_ids: _Optional[_Iterable[int]] = ..., supports: _Optional[_Union[_common_pb2.Supports, _Mapping]] = ..., weights: _Optional[bytes] = ..., lost_mass: _Optional[_Iterable[float]] = ..., forward_s: _Optional[float] = ...) -> None: ...
 
 class Verification(_message.Message):
-    __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s", "step_tokens", "num_others", "num_other_rows", "drafted")
+    __slots__ = ("call_id", "status", "choice_token_ids", "weights", "tail_token_ids", "tail_probabilities", "logits", "kv_len", "num_cached_tokens", "forward_s", "step_tokens", "num_others", "num_other_rows", "drafted", "stages")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Verification(_message.Message):
     NUM_OTHERS_FIELD_NUMBER: _ClassVar[int]
     NUM_OTHER_ROWS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     status: _common_pb2.ItemStatus
     choice_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -87,7 +88,8 @@ class Verification(_message.Message):
     num_others: int
     num_other_rows: int
     drafted: Drafted
-    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., choice_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ..., tail_token_ids: _Optional[_Iterable[int]] = ..., tail_probabilities: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., num_others: _Optional[int] = ..., num_other_rows: _Optional[int] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ...) -> None: ...
+    stages: _common_pb2.Stages
+    def __init__(self, call_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, _Mapping]] = ..., choice_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ..., tail_token_ids: _Optional[_Iterable[int]] = ..., tail_probabilities: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Logits, _Mapping]] = ..., kv_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., num_others: _Optional[int] = ..., num_other_rows: _Optional[int] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ..., stages: _Optional[_Union[_common_pb2.Stages, _Mapping]] = ...) -> None: ...
 
 class Logits(_message.Message):
     __slots__ = ("support_logits", "tail_logits", "logsumexps", "top_token_ids", "top_logits")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,9 +20,12 @@ from transformers import AutoModelForCausalLM
 from specdec.cli.processes import free_ports
 from specdec.client import Client
 from specdec.errors import InvalidRequest
+from specdec.rpc.client import TargetLink
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up, wait_until_gone
+
+REPLICA_STAGES = ("received", "decoded", "admitted", "step_began", "step_ended", "answered", "encoded", "sent")
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +175,49 @@ def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model:
         for line in up.stderr:  # an info record of a service that has started
             if re.fullmatch(r"\[draft-0\] draining replica_id=draft-\w+ grace_s=3\.0\n", line):
                 break
+
+
+def test_services_of_one_machine_take_each_others_frames_over_lanes(model: Path) -> None:
+    async def lane_of(address: str) -> str:
+        link = TargetLink(address)
+        try:
+            return (await link.info()).lane
+        finally:
+            await link.close()
+
+    with running("--target", str(model)) as (up, endpoint):
+        target = child_running(up, "target_service")
+        words = Path(f"/proc/{target}/cmdline").read_text().split("\0")
+        name = asyncio.run(lane_of(words[words.index("--listen") + 1]))
+        with Client(endpoint) as client:
+            client.generate(prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, max_new_tokens=8)
+        # The kernel lists a name once for who listens and once for every end that was accepted.
+        ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(name)]
+        assert (name[:14], len(ends)) == ("@specdec-lane-", 2)
+
+
+def test_the_timeline_of_its_rounds_becomes_a_picture(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "timeline.jsonl"
+    with running("--target", str(model), "--draft", str(model), "--timeline", str(file)) as (_, endpoint):
+        with Client(endpoint) as client:
+            ask = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0, "max_new_tokens": 24}
+            completion = client.generate(gamma=2, **ask)
+            client.generate(mode="off", **ask)
+        rounds = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rounds) == completion.stats.num_rounds + 24
+    for entry in rounds:
+        for call in filter(None, (entry["draft"], entry["target"])):
+            order = ["asked", "sent", *(f"replica_{stage}" for stage in REPLICA_STAGES), "heard", "answered"]
+            times = [call[name] for name in order]
+            assert times == sorted(times), call
+        assert entry["target"]["answered"] <= entry["decided"] <= entry["committed"] <= entry["shown"]
+        assert bool(entry["draft"]) == bool(entry["num_draft_tokens"])
+    shown = specdec("timeline", str(file)).stdout
+    with_draft, alone = shown.split("\n\n")
+    assert with_draft.startswith("rounds with a draft replica: ")
+    assert alone.startswith("rounds of the target alone: ")
+    assert [line.split()[0] for line in with_draft.splitlines()[3:9]] == ["draft"] * 6 + []
+    assert not any(line.startswith("draft") for line in alone.splitlines())
 
 
 def scraped(port: int) -> str:

@@ -51,7 +51,25 @@ def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.Completed
 
 
 def children_of(process: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    """The services of `up`, and not what keeps its store."""
+    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in pids if "redis" not in _command_of(pid)]
+
+
+def store_of(process: subprocess.Popen[str]) -> int:
+    """The process id of the redis-server that `up` has started."""
+    keepers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (keeper,) = [pid for pid in keepers if "redis" in _command_of(pid)]
+    own = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    (server,) = [pid for pid in own if "redis-server" in _command_of(pid)[0]]  # it writes its own title
+    return int(server)
+
+
+def _command_of(pid: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return [""]
 
 
 def child_running(process: subprocess.Popen[str], module: str) -> int:

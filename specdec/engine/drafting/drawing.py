@@ -29,7 +29,7 @@ from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supp
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
-from specdec.types import Proposal, SamplingFilters, Support
+from specdec.types import Proposal, SamplingFilters, Stages, Support
 
 
 @dataclass(slots=True)
@@ -54,7 +54,9 @@ class Draft:
         """
         return len(self.token_ids) >= gamma or self.token_ids[-1] in filters.end_token_ids
 
-    def proposal(self, *, kv_len: int, num_cached_tokens: int, forward_s: float) -> Proposal:
+    def proposal(
+        self, *, kv_len: int, num_cached_tokens: int, forward_s: float, stages: Stages | None = None
+    ) -> Proposal:
         """The answer that it makes; the arguments as in `Proposal`."""
         return Proposal(
             draft_token_ids=np.array(self.token_ids, dtype=np.uint32),
@@ -63,6 +65,7 @@ class Draft:
             kv_len=kv_len,
             num_cached_tokens=num_cached_tokens,
             forward_s=forward_s,
+            stages=stages,
         )
 
 

@@ -26,7 +26,7 @@ from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
 from specdec.errors import Unsupported
-from specdec.types import SessionPosition, TokenIds
+from specdec.types import SessionPosition, Stages, TokenIds
 
 
 class RowKind(Enum):
@@ -56,6 +56,8 @@ class Job:
         self.last_step = arrival_step
         self._arrival_s = arrival_s
         self._clock = clock
+        self._admitted_s = clock()
+        self._first_step_s: float | None = None
         self.step_began_s = arrival_s
         self.step_tokens = 0
         """Of the newest step it took part in: when that began, and its tokens, other sessions' included."""
@@ -82,6 +84,14 @@ class Job:
         return self._clock() - self.step_began_s
 
     @property
+    def stages(self) -> Stages | None:
+        """When what was done, where the call asks; its answer is made now."""
+        if not self.call.position.is_timed:
+            return None
+        first_step_s = self._admitted_s if self._first_step_s is None else self._first_step_s
+        return Stages(self._admitted_s, first_step_s, self._clock())
+
+    @property
     def kv_len(self) -> int:
         """Tokens that have KV now."""
         return self.sequence.kv_len
@@ -100,10 +110,16 @@ class Job:
         self.sequence.append(np.array([token_id], dtype=np.uint32))
         self.num_logit_rows = 1
 
+    def note_step(self, began_s: float, num_tokens: int) -> None:
+        """It took part in a step that began then, of so many tokens, other sessions' included."""
+        self.step_began_s, self.step_tokens = began_s, num_tokens
+        if self._first_step_s is None:
+            self._first_step_s = began_s
+
     def begin_draft(self) -> None:
         """Its first draft step begins now; of several calls, the first counts."""
         if self._draft_began_s is None:
-            self._draft_began_s = self._clock()
+            self._draft_began_s = self._first_step_s = self._clock()
 
     def end_draft(self) -> None:
         """Runs its tokens next, committed and drafted, and comes back with the logits of all that are pending."""

@@ -133,7 +133,7 @@ class StepRunner:
         step_tokens = sum(chunk.num_tokens for chunk in chunks)
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
-            job.step_began_s, job.step_tokens = began_s, step_tokens
+            job.note_step(began_s, step_tokens)
         ready, non_finite, read = split_non_finite([job for job in jobs if not job.num_pending], logits)
         for job in non_finite:
             _log.error("the model gave no finite logits for session %s", job.sequence.session_id)

@@ -1,4 +1,4 @@
-"""Links and servicers over real gRPC on loopback: many sessions at once, errors, breaks, drains."""
+"""Links and servicers over real gRPC on loopback, and over lanes: many sessions at once, errors, breaks, drains."""
 
 from __future__ import annotations
 
@@ -33,10 +33,18 @@ from tests.support.arithmetic_engines import (
 from tests.support.silent_service import silent_service
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["grpc", "lane"])
+def _carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftReplica, "has_lane", request.param)
+
+
 class DraftReplica:
     """A draft service around the arithmetic engine, on a real port."""
 
+    has_lane = False
+
     def __init__(self, port: int = 0, *, max_message_bytes: int = 4 << 20) -> None:
+        self.max_message_bytes = max_message_bytes
         self.engine = ArithmeticDraft()
         self.metrics = EngineMetrics("arithmetic", role="draft")
         self.servicer = DraftServicer(self.engine, self.metrics)
@@ -47,15 +55,26 @@ class DraftReplica:
 
     async def __aenter__(self) -> DraftReplica:
         await self.server.start()
+        if self.has_lane:
+            await self.servicer.open_lane(self.max_message_bytes)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.server.stop(0)
+        await self.stop(0)
+
+    async def stop(self, grace_s: float) -> None:
+        await asyncio.gather(self.server.stop(grace_s), self.servicer.close_lane(grace_s))
+
+    def link(self) -> DraftLink:
+        """One that has asked the replica what it is."""
+        link = DraftLink(self.server.address)
+        link.lane = self.servicer.info().lane
+        return link
 
 
 @asynccontextmanager
 async def draft_link(replica: DraftReplica) -> AsyncIterator[DraftLink]:
-    link = DraftLink(replica.server.address)
+    link = replica.link()
     try:
         yield link
     finally:
@@ -134,7 +153,7 @@ async def test_calls_of_one_loop_turn_share_a_frame_and_find_their_own_answers()
     async with replica, draft_link(replica) as link:
         requests = [ask(f"session {index}", 1 + index % MAX_GAMMA, num_tokens=1 + index) for index in range(64)]
         replies = await asyncio.gather(*map(link.propose, requests))
-        assert frames == [64]
+        assert frames == ([] if replica.has_lane else [64])
         for index, reply in enumerate(replies):
             first = index + 1
             assert reply.draft_token_ids.tolist() == list(range(first, first + 1 + index % MAX_GAMMA))
@@ -222,7 +241,7 @@ async def test_nobody_listening_is_unavailable_and_names_the_address() -> None:
 async def test_a_dying_replica_fails_every_pending_call_and_a_restarted_one_is_dialled_again() -> None:
     async with DraftReplica() as replica:
         port = replica.server.port
-        link = DraftLink(replica.server.address)
+        link = replica.link()
         pending = [asyncio.create_task(link.propose(ask(f"hold {index}"))) for index in range(5)]
         await replica.engine.asked["hold 4"].wait()
     for call in pending:
@@ -236,7 +255,7 @@ async def test_a_dying_replica_fails_every_pending_call_and_a_restarted_one_is_d
 
 async def test_a_closed_link_fails_its_calls_and_the_replica_drops_them() -> None:
     async with DraftReplica() as replica:
-        link = DraftLink(replica.server.address)
+        link = replica.link()
         pending = asyncio.create_task(link.propose(ask("hold")))
         await replica.engine.asked["hold"].wait()
         await link.close()
@@ -257,7 +276,7 @@ async def test_a_peer_that_asks_without_reading_is_not_read_without_end() -> Non
             num_asked += 1
             yield draft_pb2.ProposeFrame(requests=[draft_pb2.ProposeRequest(call_id=num_asked)])
 
-    async def answer(item: draft_pb2.ProposeRequest) -> draft_pb2.Proposal:
+    async def answer(item: draft_pb2.ProposeRequest, received_s: float) -> draft_pb2.Proposal:
         return draft_pb2.Proposal(call_id=item.call_id)
 
     is_read = asyncio.Event()
@@ -290,7 +309,7 @@ async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_
         with pytest.raises(errors.Unavailable) as refused:
             await link.propose(ask("late"))
         assert refused.value.reason == "DRAINING"
-        stopping = asyncio.create_task(replica.server.stop(60))
+        stopping = asyncio.create_task(replica.stop(60))
         replica.engine.release_held.set()
         assert (await in_flight).kv_len == 5
         await stopping  # well before its grace: the stream ended by itself

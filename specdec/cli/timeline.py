@@ -1,0 +1,159 @@
+"""`specdec timeline FILE`: where the milliseconds of a round are, as a picture of its median stages.
+
+Reads what a coordinator noted (`--timeline`). Rounds that asked a draft replica and rounds that did not are two
+pictures; a session's first round, which reads the prompt, is in neither. Not here: what is noted, and when
+(`coordinator.round.timeline`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from specdec.errors import InvalidRequest
+
+_WIDTH = 40
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+#: The stages of a call: from one time to the next, where it is spent, and on what.
+_CALL = (
+    ("asked", "sent", "coordinator", "encode, hand over"),
+    ("sent", "replica_received", "way there", "stream, wake-up"),
+    ("replica_received", "replica_decoded", "", "read, check"),
+    ("replica_decoded", "replica_admitted", "", "to the device thread"),
+    ("replica_admitted", "replica_step_began", "", "admit, wait, plan"),
+    ("replica_step_began", "replica_step_ended", "", "steps, and what is made of logits"),
+    ("replica_step_ended", "replica_answered", "", "back to the event loop"),
+    ("replica_answered", "replica_encoded", "", "encode"),
+    ("replica_encoded", "replica_sent", "", "hand over"),
+    ("replica_sent", "heard", "way back", "stream, wake-up"),
+    ("heard", "answered", "coordinator", "decode, wake-up"),
+)
+#: Of a replica that says nothing of itself.
+_CLOSED_CALL = (_CALL[0], ("sent", "heard", "", "the whole call"), _CALL[-1])
+
+
+class Stage(NamedTuple):
+    """A part of a round."""
+
+    place: str
+    work: str
+    ms: float
+    """Median."""
+    call: str = ""
+    """Role of the replica that is called; "" outside calls."""
+
+    @property
+    def title(self) -> str:
+        """Unique in its round."""
+        call = f"{self.call} call, " if self.call and self.place != self.call else ""
+        return f"{call}{self.place}: {self.work}"
+
+
+class Picture(NamedTuple):
+    """The median round of one kind."""
+
+    title: str
+    num_rounds: int
+    stages: list[Stage]
+    """In their order, one after another."""
+    beside: list[Stage]
+    """What goes on while the next round runs, from the decision on."""
+    round_ms: float
+    """Median, from one round's beginning to the next one's."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("timeline", help="picture where the milliseconds of a round are", allow_abbrev=False)
+    parser.add_argument("file", type=Path, metavar="FILE", help="that a coordinator or specdec up wrote (--timeline)")
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints the pictures. Raises InvalidRequest where there is none."""
+    pictures = pictures_of(read_rounds(args.file))
+    if not pictures:
+        raise InvalidRequest(f"{args.file} holds no session of three rounds or more", field="FILE")
+    print("\n\n".join(drawn(picture) for picture in pictures))
+    return 0
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file. Raises InvalidRequest: it is none of a coordinator's."""
+    rounds = []
+    try:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            entry = json.loads(line)
+            if not isinstance(entry, dict) or not {"session_id", "began_us", "target", "decided"} <= entry.keys():
+                raise InvalidRequest(f"{path}: line {number} is no round", field="FILE")
+            rounds.append(entry)
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {error.strerror}", field="FILE") from error
+    except ValueError as error:
+        raise InvalidRequest(f"{path}: line {len(rounds) + 1} is no round", field="FILE") from error
+    return rounds
+
+
+def pictures_of(rounds: Iterable[dict[str, Any]]) -> list[Picture]:
+    """One for rounds with a draft replica's call, one for those without, where there are any."""
+    sessions: dict[str, list[dict[str, Any]]] = {}
+    for entry in rounds:
+        sessions.setdefault(entry["session_id"], []).append(entry)
+    with_draft: list[tuple[dict[str, Any], int]] = []
+    without: list[tuple[dict[str, Any], int]] = []
+    for own in sessions.values():
+        for entry, following in pairwise(own[1:]):
+            (with_draft if entry["draft"] else without).append((entry, following["began_us"] - entry["began_us"]))
+    kinds = {"rounds with a draft replica": with_draft, "rounds of the target alone": without}
+    return [_picture(title, entries) for title, entries in kinds.items() if entries]
+
+
+def _picture(title: str, entries: Sequence[tuple[dict[str, Any], int]]) -> Picture:
+    rounds = [entry for entry, _ in entries]
+    stages = [stage for role in ("draft", "target") for stage in _call_stages(role, [entry[role] for entry in rounds])]
+    stages += [
+        Stage("coordinator", "decide, learn", _ms(entry["decided"] - entry["target"]["answered"] for entry in rounds)),
+        Stage("coordinator", "text, begin the next one", _ms(whole - entry["decided"] for entry, whole in entries)),
+    ]
+    beside = [
+        Stage("coordinator, store", "commit", _ms(entry["committed"] - entry["decided"] for entry in rounds)),
+        Stage("coordinator", "show", _ms(entry["shown"] - entry["committed"] for entry in rounds)),
+    ]
+    return Picture(title, len(rounds), stages, beside, _ms(whole for _, whole in entries))
+
+
+def _call_stages(role: str, calls: Sequence[Mapping[str, int] | None]) -> list[Stage]:
+    made = [call for call in calls if call]
+    if not made:
+        return []
+    parts = _CALL if all("replica_sent" in call for call in made) else _CLOSED_CALL
+    return [
+        Stage(place or role, work, _ms(call[end] - call[begin] for call in made), role)
+        for begin, end, place, work in parts
+    ]
+
+
+def _ms(microseconds: Iterable[float]) -> float:
+    return median(microseconds) / 1e3
+
+
+def drawn(picture: Picture) -> str:
+    """As text: a line a stage, its bar where it lies in the round."""
+    whole = sum(stage.ms for stage in picture.stages)
+    lines = [f"{picture.title}: {picture.num_rounds}, median {picture.round_ms:.2f} ms (medians of its parts, ms)"]
+    at = 0.0
+    for stage in picture.stages:
+        lines.append(_line(stage, at / whole, stage.ms / whole))
+        at += stage.ms
+    lines += [_line(stage, 0.0, 0.0) + "beside the next round" for stage in picture.beside]
+    return "\n".join(lines)
+
+
+def _line(stage: Stage, begin: float, share: float) -> str:
+    start, length = begin * _WIDTH, share * _WIDTH
+    bar = " " * int(start) + "█" * int(length) + _EIGHTHS[int(length % 1 * 8)].strip()
+    return f"{stage.place:<18} {stage.work:<34} {stage.ms:6.2f}  {bar}".rstrip() + ("  " if not share else "")

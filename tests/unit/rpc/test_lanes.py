@@ -1,0 +1,325 @@
+"""Lanes beside gRPC: who may use one, what becomes of one that breaks, and hostile ends of both kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draft_service.servicer import DraftServicer
+from specdec import errors
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc import codec, lane_server, lanes
+from specdec.rpc.client import DraftLink
+from specdec.rpc.frames import MAX_OPEN_ITEMS
+from specdec.rpc.framing import join_items
+from specdec.rpc.lanes import FrameReader, hello, is_name, new_name, prefixed, socket_path
+from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.types import ProposeRequest
+from specdec.v1 import draft_pb2
+from tests.support.arithmetic_engines import ArithmeticDraft, make_round
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="lanes are abstract sockets, which Linux alone has")
+
+MAX_FRAME_BYTES = 1 << 20
+
+
+class Replica:
+    """A draft service around the arithmetic engine, with a port and a lane."""
+
+    def __init__(self) -> None:
+        self.engine = ArithmeticDraft()
+        self.servicer = DraftServicer(self.engine, EngineMetrics("arithmetic", role="draft"))
+        self.server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))
+        self.servicer.add_to(self.server.grpc_server)
+
+    async def __aenter__(self) -> Replica:
+        await self.server.start()
+        await self.servicer.open_lane(MAX_FRAME_BYTES)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(self.server.stop(0), self.servicer.close_lane(0))
+
+    @property
+    def lane(self) -> str:
+        return self.servicer.info().lane
+
+
+@asynccontextmanager
+async def linked(replica: Replica, lane: str | None = None) -> Any:
+    link = DraftLink(replica.server.address)
+    link.lane = replica.lane if lane is None else lane
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+@asynccontextmanager
+async def false_lane(answers: Callable[[asyncio.StreamWriter], None]) -> Any:
+    """A socket with a lane's name that answers a greeting with something else; gives its name."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)
+        answers(writer)
+        await reader.read()
+        writer.close()
+
+    name = new_name()
+    server = await asyncio.start_unix_server(serve, socket_path(name))
+    try:
+        yield name
+    finally:
+        server.close()
+
+
+def ask(session_id: str = "s") -> ProposeRequest:
+    return ProposeRequest(make_round(session_id), 3)
+
+
+async def test_calls_go_over_the_lane_where_there_is_one() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await replica.server.stop(0)  # nobody listens on the port any more
+        assert (await link.propose(ask())).draft_token_ids.tolist() == [3, 4, 5]
+
+
+async def test_a_replica_told_to_have_none_names_none() -> None:
+    assert DraftServicer(ArithmeticDraft(), EngineMetrics("arithmetic", role="draft")).info().lane == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/var/run/docker.sock", "@specdec-lane-", "@other-" + "0" * 32, "@specdec-lane-" + "0" * 32 + "\n", "@" * 200],
+)
+async def test_what_is_no_name_of_a_lane_is_never_connected_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(*_: object, **__: object) -> None:
+        raise AssertionError("connected")
+
+    async with Replica() as replica, linked(replica, name) as link:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", connect)
+        assert not is_name(name)
+        assert (await link.propose(ask())).kv_len == 5
+
+
+async def test_a_lane_that_nobody_serves_fails_one_call_and_the_next_goes_over_grpc() -> None:
+    async with Replica() as replica, linked(replica, new_name()) as link:
+        with pytest.raises(errors.Unavailable, match="its lane does not answer"):
+            await link.propose(ask())
+        assert (await link.propose(ask())).kv_len == 5
+
+
+async def test_a_lane_that_breaks_fails_what_waits_on_it_and_the_next_call_goes_over_grpc() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        pending = [asyncio.create_task(link.propose(ask(f"hold {index}"))) for index in range(3)]
+        await replica.engine.asked["hold 2"].wait()
+        await replica.servicer.close_lane(0)
+        for call in pending:
+            with pytest.raises(errors.Unavailable, match="closed the lane"):
+                await call
+        assert sorted(replica.engine.given_up) == ["hold 0", "hold 1", "hold 2"]
+        assert (await link.propose(ask())).kv_len == 5
+
+
+async def test_a_link_that_hears_of_a_lane_moves_to_it_once_nothing_is_pending() -> None:
+    async with Replica() as replica, linked(replica, "") as link:
+        held = asyncio.create_task(link.propose(ask("hold")))
+        await replica.engine.asked["hold"].wait()
+        link.lane = replica.lane
+        assert (await link.propose(ask())).kv_len == 5
+        assert not held.done()  # its stream was left alone
+        replica.engine.release_held.set()
+        await held
+        assert (await link.propose(ask())).kv_len == 5
+        await replica.server.stop(0)
+        assert (await link.propose(ask())).kv_len == 5
+
+
+async def test_a_lane_of_another_model_answers_nothing() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        with pytest.raises(errors.Unavailable, match="other was meant"):
+            await link.propose(ask(), model="other")
+        assert replica.engine.seen == []
+        assert (await link.propose(ask(), model="model")).kv_len == 5
+
+
+async def test_whoever_answers_a_lane_says_which_process_it_is() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        met: list[str] = []
+        link.on_meeting = met.append
+        await link.propose(ask())
+        await link.propose(ask())
+        assert met == [replica.servicer.info().incarnation]
+
+
+async def test_another_users_process_is_refused_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Replica() as replica, linked(replica) as link:
+        monkeypatch.setattr(lane_server, "is_of_this_user", lambda connection: False)
+        with pytest.raises(errors.Unavailable, match="another user's"):
+            await link.propose(ask())
+        assert replica.engine.seen == []
+    monkeypatch.undo()
+    async with Replica() as replica, linked(replica) as link:
+        monkeypatch.setattr("specdec.rpc.lane_stream.is_of_this_user", lambda connection: False)
+        with pytest.raises(errors.Unavailable, match="another user's"):
+            await link.propose(ask())
+        assert replica.engine.seen == []
+
+
+def test_the_other_end_of_a_socket_is_known_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert lanes.is_of_this_user(ours)
+        if os.geteuid() == 0:  # whose own sockets are root's to everybody
+            os.seteuid(65534)
+            try:
+                stranger, other = socket.socketpair(socket.AF_UNIX)
+            finally:
+                os.seteuid(0)
+            with stranger, other:
+                assert not lanes.is_of_this_user(stranger)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+            assert not lanes.is_of_this_user(ours)
+
+
+GREETED = hello("model", "incarnation")
+ANSWERS = {
+    "garbage": (lambda writer: writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "no frame"),
+    "an endless greeting": (lambda writer: writer.write(b"\xff\xff\x00\x00" + bytes(70_000)), "no frame"),
+    "a refusal": (lambda writer: writer.write(hello("not now")), "not now"),
+    "a frame that is none": (lambda writer: writer.write(GREETED + prefixed(b"\xff\xff\xff")), "no frame"),
+    "an answer nobody asked for": (
+        lambda writer: writer.write(
+            GREETED + prefixed(join_items([draft_pb2.Proposal(call_id=77).SerializeToString()]))
+        ),
+        "answered call 77",
+    ),
+    "an endless frame": (lambda writer: writer.write(GREETED + b"\xff\xff\xff\xff"), "no frame"),
+    "nothing more": (lambda writer: writer.close(), "closed the lane"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_a_false_lane_fails_its_calls_and_the_next_go_over_grpc(name: str) -> None:
+    answers, told = ANSWERS[name]
+    async with Replica() as replica, false_lane(answers) as lane, linked(replica, lane) as link:
+        with pytest.raises(errors.Unavailable, match=told):
+            await link.propose(ask())
+        assert (await link.propose(ask())).kv_len == 5
+
+
+async def _speak(name: str, *words: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(socket_path(name))
+    for word in words:
+        writer.write(word)
+    return reader, writer
+
+
+#: A request whose round has 200,000 token ids, each a field of its own.
+MANY_FIELDS = b"\x12\x80\xb5\x18" + b"\x30\x01" * 200_000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (b"GET / HTTP/1.1\r\n\r\n",),
+        (prefixed(b"no greeting"),),
+        (b"\xff\xff\xff\xff",),
+        (hello(""), b"\xff\xff\xff\x7f"),
+        (hello(""), prefixed(b"\xff\xff\xff")),
+        (hello(""), prefixed(join_items([MANY_FIELDS]))),
+        (hello(""), prefixed(join_items([b""] * 2000))),
+        (hello("another model"),),
+    ],
+    ids=["http", "no greeting", "long greeting", "long frame", "no frame", "many fields", "many items", "model"],
+)
+async def test_a_hostile_caller_is_hung_up_on_and_the_others_go_on(words: tuple[bytes, ...]) -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await link.propose(ask())
+        reader, writer = await _speak(replica.lane, *words)
+        async with asyncio.timeout(10):
+            while await reader.read(4096):
+                pass
+        writer.close()
+        assert (await link.propose(ask())).kv_len == 5
+        assert replica.engine.seen == ["s", "s"]
+
+
+async def test_a_caller_that_asks_without_end_is_not_read_without_end() -> None:
+    num_frames, per_frame = 12, 1024
+    async with Replica() as replica:
+        reader, writer = await _speak(replica.lane, hello(""))
+        for frame in range(num_frames):
+            requests = [
+                codec.encode_propose_request(ask(f"hold {frame}.{index}"), frame * per_frame + index)
+                for index in range(per_frame)
+            ]
+            writer.write(prefixed(join_items([request.SerializeToString() for request in requests])))
+        num_seen = -1
+        while num_seen != len(replica.engine.seen):
+            num_seen = len(replica.engine.seen)
+            await asyncio.sleep(0.2)
+        assert MAX_OPEN_ITEMS <= num_seen <= MAX_OPEN_ITEMS + 4 * per_frame  # what one read of the socket had brought
+        replica.engine.release_held.set()
+        frames, num_answered = FrameReader(MAX_FRAME_BYTES), 0
+        async with asyncio.timeout(60):
+            while num_answered < num_frames * per_frame:
+                for frame in frames.frames(await reader.read(1 << 20)):
+                    if not frame.startswith(b"specdec-lane"):
+                        num_answered += len(draft_pb2.ProposalFrame.FromString(frame).proposals)
+        writer.transport.abort()
+
+
+async def test_calls_given_up_while_a_replica_does_not_read_never_leave() -> None:
+    received, begin = 0, asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        await reader.readexactly(len(hello("")))
+        writer.write(GREETED)
+        await begin.wait()
+        while chunk := await reader.read(1 << 20):
+            received += len(chunk)
+        writer.close()
+
+    name = new_name()
+    server = await asyncio.start_unix_server(serve, socket_path(name), limit=1 << 12)
+    async with Replica() as replica:
+        async with linked(replica, name) as link:
+            for _ in range(100):
+                given_up = asyncio.create_task(link.propose(ProposeRequest(make_round(num_tokens=50_000), 3)))
+                await asyncio.sleep(0.001)
+                given_up.cancel()
+                await asyncio.wait([given_up])
+            begin.set()
+            await asyncio.sleep(0.2)
+        server.close()
+    assert 0 < received < 2_000_000  # of 10 million
+
+
+async def test_one_lane_more_than_there_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_server, "MAX_LANES", 2)
+    async with Replica() as replica, linked(replica) as first, linked(replica) as second, linked(replica) as third:
+        await asyncio.gather(first.propose(ask()), second.propose(ask()))
+        with pytest.raises(errors.Unavailable, match="2 lanes are open"):
+            await third.propose(ask())
+        assert (await third.propose(ask())).kv_len == 5  # over gRPC
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 50), max_size=20))
+def test_frames_are_the_same_however_their_bytes_are_cut(frames: list[bytes], cuts: list[int]) -> None:
+    content = b"".join(map(prefixed, frames))
+    reader, received = FrameReader(40), []
+    for cut in [*cuts, len(content)]:
+        received += reader.frames(content[:cut])
+        content = content[cut:]
+    assert received == frames

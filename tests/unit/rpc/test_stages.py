@@ -1,0 +1,61 @@
+"""When a replica did what: told where it is asked for, in order whatever the clocks say, and the same to the link."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.engine.loop.replica import LOCAL_REPLICA
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc.client import TargetLink
+from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.stages import decode_stages, encode_stages
+from specdec.types import DrawRule, Stages, VerifyRequest
+from specdec.v1 import common_pb2
+from target_service.servicer import TargetServicer
+from target_service.verifier import Verifier
+from tests.support.arithmetic_engines import GREEDY, make_round
+from tests.support.table_worker import TableWorker
+
+SECONDS = st.floats(-1e6, 1e6)
+
+
+@given(*[SECONDS] * 7)
+def test_stages_are_in_order_on_the_wire_whatever_a_repeated_call_says(
+    received_s: float, decoded_s: float, admitted_s: float, began_s: float, ended_s: float, answered_s: float,
+    encoded_s: float,
+) -> None:  # fmt: skip
+    message = common_pb2.Stages()
+    encode_stages(Stages(admitted_s, began_s, ended_s, received_s, decoded_s, answered_s, encoded_s), message)
+    read = decode_stages(common_pb2.Stages.FromString(message.SerializeToString()))
+    times = [read.received_s, read.decoded_s, read.admitted_s, read.step_began_s, read.step_ended_s, read.answered_s,
+             read.encoded_s]  # fmt: skip
+    assert times == sorted(times)
+    assert times[0] == 0.0
+
+
+async def test_a_replica_tells_its_stages_to_who_asks_and_to_nobody_else() -> None:
+    verifier = Verifier(TableWorker(), LOCAL_REPLICA)
+    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
+    TargetServicer(verifier, EngineMetrics("table", role="target")).add_to(server.grpc_server)
+    await server.start()
+    link = TargetLink(server.address)
+    asked = make_round(filters=GREEDY, num_tokens=3)
+    asked.token_ids = np.array([1, 2, 3], dtype=np.uint32)
+    asked.draw_rule = DrawRule.COUPLED
+    timed = make_round("t", filters=GREEDY, num_tokens=3)
+    timed.token_ids, timed.draw_rule, timed.is_timed = asked.token_ids, asked.draw_rule, True
+    no_draft = np.empty(0, np.uint32)
+    plain, told = await asyncio.gather(
+        *(link.verify(VerifyRequest(position, no_draft, ())) for position in (asked, timed))
+    )
+    assert plain.stages is None
+    assert told.stages is not None
+    assert 0 < told.stages.decoded_s <= told.stages.admitted_s <= told.stages.step_began_s < told.stages.step_ended_s
+    assert told.stages.step_ended_s <= told.stages.answered_s <= told.stages.encoded_s <= told.stages.sent_s
+    await link.close()
+    await server.stop(0)
+    await verifier.close()
