@@ -128,7 +128,8 @@ class RowProjection(nn.Module):
             output_dtype: None: the inputs'.
         """
         super().__init__()
-        self._weight = weight if isinstance(weight, Int8Weight) else weight.detach().contiguous()
+        own: torch.Tensor | Int8Weight = weight if isinstance(weight, Int8Weight) else weight.detach().contiguous()
+        self._weight = own
         self.bias = None if bias is None else bias.detach()
         self._output_dtype = output_dtype
 

@@ -116,4 +116,5 @@ class _Trial:
             for index, start, end in pieces
         )  # fmt: skip
         logits = self._worker.execute(StepPlan(slices)).split([piece.num_logit_rows for piece in slices])
-        return logits[[index for index, *_ in pieces].index(0)].cpu()
+        rows: torch.Tensor = logits[[index for index, *_ in pieces].index(0)]
+        return rows.cpu()
