@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.replicas.replica import DraftReplica
+from coordinator.replicas.replica import DraftReplica, TargetReplica
 from coordinator.round.answers import check_proposal
 from coordinator.round.draft_clock import DraftClock
 from coordinator.round.session_calls import SessionCalls
@@ -53,11 +53,14 @@ class DraftAnswer(NamedTuple):
     local: LocalDraft | None = None
     """What the target is asked to draft with by itself; there is no proposal yet."""
 
-    def drafted_by(self, verification: Verification, verify_s: float) -> DraftAnswer:
-        """What a round has of its draft once the target, asked to draft by itself, has answered after `verify_s`."""
+    def drafted_by(self, target: TargetReplica, verification: Verification, verify_s: float) -> DraftAnswer:
+        """What a round has of its draft once `target`, asked to draft by itself, has answered after `verify_s`."""
         proposal = verification.drafted
-        if self.local is None or proposal is None:
-            return self if self.local is None else self._replace(missing_cause="not_drafted")
+        if self.local is None:
+            return self
+        if proposal is None:
+            is_able = target.info is not None and self.local.pool in target.info.local_drafts
+            return self._replace(missing_cause="not_drafted" if is_able else "no_replica")
         wait_s = min(max(0.0, proposal.forward_s), verify_s)  # what is no number is 0 here
         return self._replace(proposal=proposal, wait_s=wait_s, num_asked=self.local.gamma)
 

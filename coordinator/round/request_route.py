@@ -92,16 +92,12 @@ class RequestRoute:
                 best, least_s = other, rest / rate + prefill_s
         return best
 
-    def has(self, pool: str) -> bool:
-        """Whether a request may be routed to a pool now."""
-        return pool in self._routes.candidates()
-
     def leave(self, pool: str, *, for_good: bool) -> str:
         """The pool to go on with where the present one gives nothing: another one, where there is any.
 
         Args:
             pool: the present one; "" for none.
-            for_good: the session is beyond its context.
+            for_good: the session is beyond its context, or its target has no such drafts.
         """
         self._is_compared = False
         if for_good:

@@ -18,9 +18,6 @@ from specdec.rpc.calls import WireCount
 _OUTGROWN = "draft_context"
 _GONE = ("no_replica", "REPLICA_UNAVAILABLE", _OUTGROWN)
 
-#: Why a target that was asked to draft by itself did not: it lacks what it drafts from, or that kind of drafts.
-_NOT_DRAFTED = "not_drafted"
-
 
 class RoutedDrafts:
     """Implements `coordinator.round.draft_source.AskedDrafts`."""
@@ -38,6 +35,8 @@ class RoutedDrafts:
         self._made = {replicas.draft_pool: drafts_of(replicas.draft_pool)}
         self._missing_cause = ""
         """Of the last round's draft."""
+        self._is_targets_own = False
+        """Whether that was asked of the target itself: one that does not draft in the pool will not learn to."""
 
     @property
     def chooser(self) -> GammaChooser:
@@ -47,8 +46,8 @@ class RoutedDrafts:
     async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
         """See `DraftSource`."""
         pool = self._replicas.draft_pool
-        if self._missing_cause in _GONE or (self._missing_cause == _NOT_DRAFTED and not self._route.has(pool)):
-            following = self._route.leave(pool, for_good=self._missing_cause == _OUTGROWN)
+        if self._missing_cause in _GONE:
+            following = self._route.leave(pool, for_good=self._is_targets_own or self._missing_cause == _OUTGROWN)
         else:
             following = self._route.next_pool(pool, limit)
         if following and following != pool:
@@ -62,7 +61,7 @@ class RoutedDrafts:
 
     def observe(self, draft: DraftAnswer, times: RoundTimes) -> None:
         """See `DraftSource`."""
-        self._missing_cause = draft.missing_cause
+        self._missing_cause, self._is_targets_own = draft.missing_cause, draft.local is not None
         self._drafts.observe(draft, times)
 
     @property

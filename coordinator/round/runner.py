@@ -109,7 +109,7 @@ class RoundRunner:
         if timeline is not None:
             timeline.note_target(wire, target.verification.stages)
         if draft.local is not None:
-            draft = draft.drafted_by(target.verification, target.wait_s)
+            draft = draft.drafted_by(target.replica, target.verification, target.wait_s)
             target = target._replace(wait_s=target.wait_s - draft.wait_s)
 
         decision = self._decide(draft.proposal, target.verification, committed_len)
