@@ -163,7 +163,6 @@ async def check_filters(
     ("mode", "name", "setup"),
     [
         ("rejection", "plain", "as usual"),
-        ("rejection", "penalties_and_bias", "int8, pre-drafted"),
         ("coupled", "min_p", "pre-drafted"),
     ],
 )
@@ -206,6 +205,7 @@ class MisdrawsHits(Proposer):
         return replace(proposal, draft_token_ids=np.array(token_ids, dtype=np.uint32), supports=tuple(stated))
 
 
+@pytest.mark.full
 async def test_a_fault_in_branch_hits_alone_would_be_noticed(pair: tuple[Path, Path], redis_url: str) -> None:
     """Negative control of pre-drafting: hits are part enough of the samples."""
     options = {"temperature": 1.0, "mode": "rejection"}

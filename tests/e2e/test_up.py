@@ -227,7 +227,12 @@ def scraped(port: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "service", ["target_service", pytest.param("draft_service", marks=pytest.mark.full), "coordinator"]
+    "service",
+    [
+        "target_service",
+        pytest.param("draft_service", marks=pytest.mark.full),
+        pytest.param("coordinator", marks=pytest.mark.full),
+    ],
 )
 def test_a_killed_service_is_started_again_at_its_address_and_a_running_stream_goes_on(service: str) -> None:
     name = service.replace("_service", "-0")

@@ -83,6 +83,7 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack
         yield stack, prompts, expected
 
 
+@pytest.mark.full
 def test_a_stream_goes_on_without_a_translated_draft_that_hangs_and_has_it_back(
     translated: tuple[Stack, list[list[int]], list[list[int]]],
 ) -> None:

@@ -71,6 +71,7 @@ def test_weights_are_kept_in_the_narrowest_dtype_that_rounds_none(tmp_path: Path
         assert np.array_equal(converted[f"{name}.weight"].numpy(), held[f"{stored}.weight"])
 
 
+@pytest.mark.full
 def test_a_file_is_converted_once_by_processes_that_start_at_once_and_again_when_it_has_changed(
     tmp_path: Path, cache: Path
 ) -> None:
