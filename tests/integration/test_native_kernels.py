@@ -25,7 +25,6 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.library import load_library
 from specdec.engine.native.prebuilt import prebuilt_libraries
-from specdec.engine.native.runner import NativeRunner
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
@@ -384,31 +383,3 @@ def test_every_kind_of_kernels_that_runs_here_computes_the_same(
         load_library.cache_clear()
         torch.testing.assert_close(run(load(directory, dtype=dtype), piece(1, 0, 3)), expected, atol=2e-4, rtol=2e-4)
     load_library.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_deterministic_worker_is_tried_and_one_that_is_not_is_found_out(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernels keep the promise by themselves; here is a worker that does not."""
-    build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
-    compiling = CompileOptions(is_deterministic=True)
-    options = {"device": "cpu", "dtype": dtype, "num_kv_blocks": 16, "self_check": False}
-    load_worker(str(tmp_path), compiling=compiling, **options)
-    execute = NativeRunner.execute
-
-    def crowded(self: NativeRunner, plan: StepPlan) -> torch.Tensor:
-        return execute(self, plan) * (1 + 2**-20 * len(plan.slices))
-
-    monkeypatch.setattr(NativeRunner, "execute", crowded)
-    with pytest.raises(Unsupported, match="--deterministic cannot be kept here: logits of a row alone and in company"):
-        load_worker(str(tmp_path), compiling=compiling, **options)
-
-
-@pytest.mark.parametrize(("architecture", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16")])
-def test_what_the_kernels_do_not_compute_is_not_deterministic(architecture: str, dtype: str, tmp_path: Path) -> None:
-    build_tiny_model(architecture, tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
-    with pytest.raises(Unsupported, match="on cpu needs native kernels, which do not run this model") as refusal:
-        load_worker(str(tmp_path), device="cpu", dtype=dtype, num_kv_blocks=16,
-                    compiling=CompileOptions(is_deterministic=True))  # fmt: skip
-    assert refusal.value.field == "deterministic"
