@@ -1,4 +1,4 @@
-"""`--deterministic` on a CPU: what the native kernels promise by themselves, tried at start, and refused without them."""
+"""`--deterministic` on a CPU: the native kernels keep it by themselves; it is tried at start, and refused without them."""
 
 from __future__ import annotations
 
