@@ -1,4 +1,4 @@
-"""`--deterministic` on a CPU: the native kernels keep it by themselves; it is tried at start, and refused without them."""
+"""`--deterministic` on a CPU: kept by the native kernels, tried at start, and refused where they do not run."""
 
 from __future__ import annotations
 
