@@ -123,8 +123,8 @@ def test_up_says_that_its_store_has_ended_and_goes_on_with_an_empty_one(program:
             assert client.generate("import os\n", **ask).token_ids == before.token_ids
             with pytest.raises(NotFound):
                 client.get_session(before.session_id)
+            store = store_of(up)
     finally:
-        store = store_of(up)
         up.send_signal(signal.SIGTERM)
         up.communicate()
     wait_until_gone([store])
