@@ -31,7 +31,7 @@ from specdec.engine.loop.job import Job, Program
 from specdec.engine.sessions.calls import Call
 from specdec.translation.pair import TokenizerPair
 from specdec.translation.retokenizer import retokenise
-from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest, Support, TokenIds
+from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest, Stages, Support, TokenIds
 
 #: Share of a distribution beyond which a restriction costs more acceptance than point masses do.
 MAX_LOST_MASS = 0.1
@@ -121,6 +121,11 @@ class TranslatedJob(Job):
     def token_ids(self) -> TokenIds:
         """uint32: the committed tokens and those drafted one by one, in the target's vocabulary."""
         return self._history[: self._history_len]
+
+    @property
+    def stages(self) -> Stages | None:
+        """Of the job itself: this one's clock began when that came."""
+        return self._job.stages
 
     @property
     def kv_len(self) -> int:

@@ -1,7 +1,8 @@
-"""Scores of a draft with another tokenizer: the rounds that it would have had, compared with those it really drafts."""
+"""Scores and times of a draft with another tokenizer, compared with the rounds that it really drafts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -141,3 +142,12 @@ async def test_a_score_leaves_nothing_behind_and_yields_to_whoever_is_drafted_fo
     long = make_round([5] * 600)
     with pytest.raises(InvalidRequest):
         await proposer.score(ScoreRequest(long, np.array([5], dtype=np.uint32)))
+
+
+async def test_a_timed_round_is_told_when_its_own_steps_ran(proposer: TranslatedProposer, target: Path) -> None:
+    asked = make_round(load_tokenizer(target).encode(TEXTS[0]), session_id="timed", round_id=1)
+    asked.is_timed = True
+    began_s = time.monotonic()
+    stages = (await proposer.propose(ProposeRequest(asked, SCORED_GAMMA))).stages
+    assert stages is not None
+    assert began_s <= stages.admitted_s <= stages.step_began_s < stages.step_ended_s <= time.monotonic()
