@@ -8,18 +8,16 @@ draft models (`test_hung_drafts`), pools under `--route auto` (`test_hung_pools`
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.vocabulary import load_tokenizer
 from tests.support.coordinator_rig import Output
+from tests.support.freezing import frozen_part
 from tests.support.head_checkpoints import (
     as_speculators,
     eagle3_config,
@@ -50,17 +48,6 @@ def ask(prompt: list[int], pool: str = "", *, num_tokens: int = NUM_TOKENS) -> p
         speculation=pb.SpeculationParams(gamma=3, draft_pool=pool),
         return_provenance=True,
     )
-
-
-@contextmanager
-def frozen(stack: Stack, name: str) -> Iterator[None]:
-    process = stack.parts[name].process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
 
 
 def num_drafted(output: Output) -> int:
@@ -94,7 +81,7 @@ def test_a_stream_goes_on_without_a_translated_draft_that_hangs_and_has_it_back(
     assert min(num_drafted(output) for output in before) > 20
     streams = [stub.Generate(ask(prompt)) for prompt in prompts]
     outputs = [read_some(stream, 2) for stream in streams]
-    with frozen(stack, "draft"), ThreadPoolExecutor() as readers:
+    with frozen_part(stack, "draft"), ThreadPoolExecutor() as readers:
         list(readers.map(read_rest, streams, outputs))
     assert [output.token_ids for output in outputs] == expected
     while num_drafted(run(stub, ask(prompts[0]))) < 0.8 * num_drafted(before[0]):
@@ -114,7 +101,7 @@ def test_a_translated_draft_that_stalls_in_mid_stream_drafts_on_in_the_same_stre
     stub = stub_of(stack.endpoint)
     stream = stub.Generate(ask(prompts[0], num_tokens=LONG))
     output = read_some(stream, 20)
-    with frozen(stack, "draft"):
+    with frozen_part(stack, "draft"):
         while len(output.token_ids) < 80:
             output.add(next(stream))
     read_rest(stream, output)
@@ -173,14 +160,14 @@ def test_streams_leave_a_hung_target_that_drafts_by_itself_and_have_the_same_dra
     streams = {pool: stub.Generate(ask(PROMPT, pool)) for pool in POOLS}
     outputs = {pool: read_some(stream, 8) for pool, stream in streams.items()}
     names = list(holders(stack))
-    with frozen(stack, names[0]), ThreadPoolExecutor() as readers:
+    with frozen_part(stack, names[0]), ThreadPoolExecutor() as readers:
         list(readers.map(lambda pool: read_rest(streams[pool], outputs[pool]), POOLS))
         for pool in POOLS:
             assert outputs[pool].token_ids == expected, pool
             # Where no text is found, the target's first drafts are.
             assert drafting_pools(outputs[pool]) <= {pool, *(LOCAL_POOLS[:1] if pool == "ngram" else ())}
             assert num_drafted(outputs[pool]) > num_drafted(before[pool]) / 2, pool
-    with frozen(stack, names[1]):
+    with frozen_part(stack, names[1]):
         # The one that hung serves everything now, with all its drafts: what it was in the middle of disturbs nothing.
         for pool in POOLS:
             output = run(stub, ask(PROMPT, pool))
@@ -193,12 +180,12 @@ def test_streams_wait_for_the_only_target_that_hangs_and_draft_on(local: tuple[S
     stack, expected = local
     stub = stub_of(stack.endpoint)
     names = list(holders(stack))
-    with frozen(stack, names[1]):
+    with frozen_part(stack, names[1]):
         while holders(stack)[names[1]]:
             time.sleep(0.05)
         streams = {pool: stub.Generate(ask(PROMPT, pool)) for pool in POOLS}
         outputs = {pool: read_some(stream, 4) for pool, stream in streams.items()}
-        with frozen(stack, names[0]):
+        with frozen_part(stack, names[0]):
             time.sleep(4.0)
         with ThreadPoolExecutor() as readers:
             list(readers.map(lambda pool: read_rest(streams[pool], outputs[pool]), POOLS))

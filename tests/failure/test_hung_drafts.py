@@ -7,12 +7,8 @@ are far from what a round takes.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +17,7 @@ from bench.simulated_system import write_tokenizer
 from coordinator.replicas.replica import DRAFT
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
+from tests.support.freezing import frozen_part
 from tests.support.process_rig import stub_of
 from tests.support.stack import Stack
 
@@ -52,18 +49,6 @@ def target_only_steps(stack: Stack, num_requests: int, gamma: int | None = 4) ->
     return [run(stack, ask(gamma=gamma)).finished.stats.num_target_only_steps for _ in range(num_requests)]
 
 
-@contextmanager
-def frozen(stack: Stack, name: str) -> Iterator[None]:
-    """A part that is stopped as it is, connections and all."""
-    process = stack.parts[name].process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-
-
 def drafts_used(stack: Stack) -> set[str]:
     """Addresses of drafts that the coordinator is connected to."""
     served = stub_of(stack.endpoint).GetInfo(pb.GetInfoRequest())
@@ -73,7 +58,7 @@ def drafts_used(stack: Stack) -> set[str]:
 def test_while_one_of_two_drafts_hangs_the_other_drafts_for_everybody(tokenizer: Path) -> None:
     with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
         target_only_steps(stack, 6)  # both have drafted
-        with frozen(stack, "draft"):
+        with frozen_part(stack, "draft"):
             outputs = [run(stack, ask(gamma=4)) for _ in range(10)]
         assert all(len(output.token_ids) == NUM_TOKENS for output in outputs)
         # The one round that found out, its last round that leaves no room for a draft, and a trial now and then.
@@ -85,14 +70,14 @@ def test_while_one_of_two_drafts_hangs_the_other_drafts_for_everybody(tokenizer:
 def test_a_draft_that_hung_is_used_again_once_it_answers(tokenizer: Path) -> None:
     with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
         target_only_steps(stack, 6)
-        with frozen(stack, "draft"):
+        with frozen_part(stack, "draft"):
             target_only_steps(stack, 4)
             # Long enough to be given up: it describes itself no more, and its connection is closed.
             while stack.parts["draft"].address in drafts_used(stack):
                 time.sleep(0.1)
         while stack.parts["draft"].address not in drafts_used(stack):
             time.sleep(0.1)
-        with frozen(stack, "draft2"):
+        with frozen_part(stack, "draft2"):
             assert min(target_only_steps(stack, 6)) <= 1
 
 
@@ -100,7 +85,7 @@ def test_stalls_of_the_only_draft_cost_some_rounds_and_nothing_afterwards(tokeni
     with Stack(PAIR, PAIR, tokenizer=tokenizer, replica_arguments=()) as stack, ThreadPoolExecutor() as pool:
         healthy = target_only_steps(stack, 4, gamma=None)[-1]
         for _ in range(3):
-            with frozen(stack, "draft"):
+            with frozen_part(stack, "draft"):
                 request = pool.submit(run, stack, ask(gamma=None))
                 time.sleep(1.5)
             during = request.result()

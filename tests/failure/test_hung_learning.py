@@ -22,6 +22,7 @@ import pytest
 from specdec.cli import control
 from specdec.cli.__main__ import run
 from specdec.client import Client
+from tests.support.freezing import frozen
 from tests.support.target_alone import TargetAlone
 from tests.support.tiny_models import build_tiny_pair
 from tests.support.up_rig import ENVIRON, SPECDEC, children_of, specdec, start_up
@@ -85,15 +86,6 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     yield System(up, endpoint, folder, expected)
     up.send_signal(signal.SIGTERM)
     up.communicate()
-
-
-@contextlib.contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

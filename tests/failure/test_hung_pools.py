@@ -4,12 +4,10 @@ once it moves again everything is as before. Rounds and choices are counted, not
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 
 from bench.simulated_system import write_tokenizer
 from specdec.client import Client
+from tests.support.freezing import frozen
 from tests.support.up_rig import children_of, specdec, start_up
 
 PAIR = "simulated:8b-0.6b,predraft=off"
@@ -55,15 +54,6 @@ class System:
         routes = [route for each in told if each["name"] == pool and each["replicas"] for route in each["routes"]]
         return next((route for route in routes if route["request_class"] == REQUEST_CLASS), {})
 
-    @contextmanager
-    def frozen(self, pool: str) -> Iterator[None]:
-        pid = self.process_of(pool)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
@@ -87,7 +77,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_while_the_chosen_pool_stands_still_the_other_one_drafts_and_then_it_is_chosen_again(system: System) -> None:
     before = [system.ask(seed) for seed in (2, 4, 6)]
     assert all(pools == {"b-even"} for _, _, pools in before)
-    with system.frozen("b-even"):
+    with frozen(system.process_of("b-even")):
         during = [system.ask(seed) for seed in (2, 4, 6)]
         assert [tokens for tokens, _, _ in during] == [tokens for tokens, _, _ in before]
         assert during[-1][2] == {"a-odd"}
@@ -105,7 +95,7 @@ def test_while_the_chosen_pool_stands_still_the_other_one_drafts_and_then_it_is_
 
 def test_a_pool_that_stands_still_while_it_is_only_scored_costs_no_round_and_is_scored_again(system: System) -> None:
     before = [system.ask(seed) for seed in (2, 4, 6)]
-    with system.frozen("a-odd"):
+    with frozen(system.process_of("a-odd")):
         during = [system.ask(seed) for seed in (2, 4, 6)]
         wait_until(lambda: not system.route_of("a-odd"))
         during += [system.ask(seed) for seed in (2, 4, 6)]
