@@ -1,27 +1,21 @@
-"""The pieces of a round on their own: a model's step, and a message there and back.
+"""A model's step on its own.
 
-`BareProcess` keeps a child that loads models with our own engine and nothing around it; the same child answers an open
-gRPC stream with what it is sent, for the round trip of one link. They make the ideal that our services are held
-against. Called by the suites `latency` and `real`; `python -m bench.bare` is the child.
+`BareProcess` keeps a child that loads models with our own engine and nothing around it. With messages there and back
+(`bare_messages`) its steps make the ideal that our services are held against. Called by the suites `latency` and
+`real`; `python -m bench.bare` is the child.
 """
 
 import argparse
-import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import grpc
 import numpy as np
 
 from bench.line_child import LineChild
 
-_ECHO = "/specdec.bench.Echo/Echo"
-_NUM_MESSAGES = 50
-_MESSAGE_BYTES = 100
 _NUM_STEPS = 30
 
 
@@ -36,23 +30,6 @@ class BareProcess(LineChild):
     def step_s(self, name: str, context_tokens: int, num_tokens: int) -> float:
         """Median seconds of a step of `num_tokens` rows of one session after its context, greedy choice included."""
         return float(self.ask({"name": name, "context_tokens": context_tokens, "num_tokens": num_tokens}))
-
-    def round_trip_s(self) -> float:
-        """A small message to the child and back on an open stream: the median of many, now."""
-        return asyncio.run(_time_echo(self.greeting))
-
-
-async def _time_echo(address: str) -> float:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.stream_stream(_ECHO)()
-        seconds = []
-        for _ in range(_NUM_MESSAGES):
-            began = time.perf_counter()
-            await call.write(bytes(_MESSAGE_BYTES))
-            await call.read()
-            seconds.append(time.perf_counter() - began)
-        call.cancel()
-    return float(np.median(seconds))
 
 
 class _BareModel:
@@ -85,24 +62,12 @@ class _BareModel:
             return self._worker.execute(plan).argmax(dim=-1).tolist()
 
 
-async def _echo(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    async for message in messages:
-        yield message
-
-
-async def _serve(arguments: argparse.Namespace) -> None:
+def _answer(arguments: argparse.Namespace) -> None:
     models = {name: _BareModel(*model, arguments.threads) for name, model in json.loads(arguments.models).items()}
-    server = grpc.aio.server()
-    service, _, method = _ECHO.strip("/").partition("/")
-    handlers = {method: grpc.stream_stream_rpc_method_handler(_echo)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    print(json.dumps(f"127.0.0.1:{port}"), flush=True)
-    while line := await asyncio.to_thread(sys.stdin.readline):
+    print(json.dumps(list(models)), flush=True)
+    for line in sys.stdin:
         asked = json.loads(line)
         print(models[asked.pop("name")].step_s(**asked), flush=True)
-    await server.stop(None)
 
 
 def main() -> None:
@@ -110,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", required=True, help="JSON: name to [checkpoint, dtype]")
     parser.add_argument("--threads", type=int, required=True)
-    asyncio.run(_serve(parser.parse_args()))
+    _answer(parser.parse_args())
 
 
 if __name__ == "__main__":

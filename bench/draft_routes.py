@@ -1,8 +1,9 @@
 """Rows 36 and 37 of suite `drafts`: requests routed among drafts, and what scores foretell of a draft.
 
-Row 36: triples of a request for code, one for prose and one whose text repeats its prompt, greedy, one stream, all in
-one `specdec up --route auto` with the code draft, the prose draft and `ngram`: routed, and by each pool by name; the
-oracle gives each of the three the pool that was fastest with its kind. Not `suffix`, which also looks into what other
+Row 36: triples of a request for code and one for prose, both sampled (a greedy text of so small a target repeats
+itself, whatever was asked), and one whose text repeats its prompt, greedy as an edit would be; one stream, all in one
+`specdec up --route auto` with the code draft, the prose draft and `ngram`: routed, and by each pool by name; the oracle
+gives each of the three the pool that was fastest with its kind. Not `suffix`, which also looks into what other
 sessions were told: here that is the same text, by another system. Row 37: six drafts, the demo's with noise of six
 strengths in its weights, and what the target drafts with by itself. Texts drafted by the demo's own are scored; then
 each of the others drafts the same prompts. Not here: the drafts' training (`models/demo`). Called by `drafts`.
@@ -25,7 +26,8 @@ from bench.rows import Origin, Row
 from bench.system import RunningSystem, SystemRun, acceptance
 from bench.workload import prompt_token_ids
 
-KINDS = ("code", "prose", "repeating")
+#: How each kind of request is sampled.
+KINDS = {"code": {"temperature": 0.8}, "prose": {"temperature": 0.8}, "repeating": {"temperature": 0.0}}
 POOLS = ("code", "prose", "ngram")
 AUTO = "route_auto"
 NUM_NEW_TOKENS = 128
@@ -110,7 +112,10 @@ def _prose_prompts() -> list[str]:
 
 def _run(system: RunningSystem, pool: str, num_cut: int, triple: Triple) -> list[SystemRun]:
     """`num_cut`: of a prompt's first tokens, another number for each system: no prefix of it is in a cache by then."""
-    return [system.run(prompt[num_cut:], NUM_NEW_TOKENS, temperature=0.0, draft_pool=pool) for prompt in triple]
+    return [
+        system.run(prompt[num_cut:], NUM_NEW_TOKENS, draft_pool=pool, seed=len(prompt), **sampling)
+        for prompt, sampling in zip(triple, KINDS.values(), strict=True)
+    ]
 
 
 def _scores(row: partial, quick: bool) -> list[Row]:

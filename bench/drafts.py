@@ -4,7 +4,8 @@ A request of the kind that edits or quotes: its prompt holds a file's beginning,
 beginning again, as an edited copy would. The target is `deep(18, 0.02)`, greedy, one stream; ours finds its drafts in
 the text (`suffix`), the peer is Hugging Face's prompt lookup on the same prompts. Every prompt is new to every system:
 what `suffix` finds is in the prompt, or was said in answer to other ones. Early exit: `local_drafts`; heads:
-`head_drafts`; drafts with another tokenizer: `other_tokenizers`; rows 36 and 37: `draft_routes`; row 38: `learning`.
+`head_drafts`; drafts with another tokenizer: `retokenised` (row 35), `other_tokenizers`; rows 36 and 37:
+`draft_routes`; row 38: `learning`.
 Not here: draft models of the target's own (`latency`).
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import draft_routes, head_drafts, learning, local_drafts, other_tokenizers
+from bench import draft_routes, head_drafts, learning, local_drafts, other_tokenizers, retokenised
 from bench.draft_rows import same_text_row, speed_rows
 from bench.models import DEMO, deep
 from bench.pairs import interleave
@@ -28,7 +29,7 @@ SUITE = "drafts"
 CASE = "deep(18, 0.02), text that repeats"
 SUFFIX, NGRAM, TARGET_ONLY, LOOKUP = "suffix", "ngram", "target_only", "hf_prompt_lookup"
 NUM_QUICK_PROMPTS = 3
-KINDS = ["text", "early_exit", "eagle3", "other_tokenizers", "routes", "learning"]
+KINDS = ["text", "early_exit", "eagle3", "retokenised", "other_tokenizers", "routes", "learning"]
 #: As Transformers' documentation sets it.
 LOOKUP_TOKENS = 10
 
@@ -51,6 +52,8 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             rows += local_drafts.measure(Path(folder), target_dir, arguments.quick)
         if "eagle3" in arguments.kinds:
             rows += head_drafts.measure(target_dir, arguments.quick)
+        if "retokenised" in arguments.kinds:
+            rows += retokenised.rows(SUITE, arguments.quick)
         if "other_tokenizers" in arguments.kinds:
             rows += other_tokenizers.rows(SUITE, arguments.quick)
         if "routes" in arguments.kinds:

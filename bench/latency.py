@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.bare import BareProcess
+from bench.bare_messages import Echoes
 from bench.demo_latency import int8_rows, sampled_rows
 from bench.models import DEMO, deep
 from bench.pairs import interleave, median_ratio
@@ -73,13 +74,14 @@ def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[Rou
         RunningSystem(target_dir, draft_dir) as ours,
         PeerProcess(target_dir, draft_dir, NUM_THREADS) as peer,
         BareProcess({"target": (target_dir, "float32"), "draft": (draft_dir, "float32")}, NUM_THREADS) as bare,
+        Echoes() as echoes,
     ):
         bare_times: list[RoundTimes] = []
 
         def note_bare_times(prompt: list[int]) -> None:
             context = len(prompt) + NUM_NEW_TOKENS // 2
             verify_s, draft_step_s = bare.step_s("target", context, GAMMA + 1), bare.step_s("draft", context, 1)
-            bare_times.append(RoundTimes(GAMMA * draft_step_s, verify_s, 2 * bare.round_trip_s()))
+            bare_times.append(RoundTimes(GAMMA * draft_step_s, verify_s, 2 * echoes.round_trip_s()))
 
         speculative = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, gamma=GAMMA)
         target_only = partial(ours.run, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, mode="off")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.bare_messages import CARRIERS, BareRounds, Echoes
 from bench.crowd import measure_crowd
 from bench.long_prompt import measure_long_prompt
 from bench.pairs import interleave, median_ratio
@@ -43,6 +44,11 @@ NUM_CLIENTS = 64
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 NUM_TOKENS, NUM_QUICK_TOKENS = 384, 96
 PROMPT_TOKENS = 32
+#: What a round may take above its ideal, and its processor time, beside bare messages in the same run.
+_MOST_BESIDE_BARE = 2.5
+_BARE_NAMES = {"grpc": "gRPC echoes", "socket": "socket echoes"}
+_IDLE_S = 0.02
+_NUM_BARE_ROUNDS = 40
 #: The agreed rows by their numbers, and what only informs.
 FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd"]
 
@@ -112,26 +118,37 @@ class _Suite:
         requests = [
             stream_request(index, self._num_tokens, temperature=1.0, gamma=GAMMA) for index in range(NUM_CLIENTS)
         ]
-        cpu_us, rates = [], []
+        num_batches = 1 + self._num_runs // 2  # the first pays for what is cold
+        token_us, round_us, rates = [], [], []
+        bare_us: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
         with (
             redis_server() as redis_url,
             ProcessSystem(self._tokenizer_dir, simulated_replicas(PAIR, num_drafts=2), redis_url=redis_url) as system,
             StreamProcess(system.endpoint) as clients,
-            progress("row 10", 3) as advance,
+            Echoes() as echoes,
+            BareRounds(echoes, redis_url) as bare,
+            progress("row 10", num_batches) as advance,
         ):
-            for _ in range(3):
+            for _ in range(num_batches):
                 before_s = system.coordinator_cpu_s
                 runs = clients.run(requests)
+                used_us = (system.coordinator_cpu_s - before_s) * 1e6
                 num_tokens = sum(run.num_tokens for run in runs)
-                cpu_us.append((system.coordinator_cpu_s - before_s) / num_tokens * 1e6)
+                token_us.append(used_us / num_tokens)
+                round_us.append(used_us / sum(run.stats["num_rounds"] for run in runs))
                 rates.append(num_tokens / max(run.chunk_s[-1] for run in runs))
+                for carrier, figures in bare_us.items():
+                    figures.append(bare.cpu_s(carrier, NUM_CLIENTS, _NUM_BARE_ROUNDS) * 1e6)
                 advance()
         row = partial(self._row, case=case, system="coordinator")
         return [
-            # The first batch pays for what is cold.
-            row(row=10, metric="cpu_us_per_token", value=float(np.median(cpu_us[1:])), unit="us", at_most=80.0),
+            row(row=10, metric="cpu_us_per_token", value=float(np.median(token_us[1:])), unit="us", at_most=80.0),
+            row(row=None, metric="cpu_us_per_round", value=float(np.median(round_us[1:])), unit="us"),
+            *self._beside_bare(row, 10, "cpu_per_round_ratio", round_us[1:],
+                               {f"bare {_BARE_NAMES[carrier]} and one Redis call": figures[1:]
+                                for carrier, figures in bare_us.items()}),
             row(row=None, metric="tokens_per_s", value=float(np.median(rates[1:])), unit="tokens/s"),
-        ]
+        ]  # fmt: skip
 
     def drifting(self) -> list[Row]:
         """Row 12, with and without pre-drafting."""
@@ -172,8 +189,15 @@ class _Suite:
         pair = simulated_pair(model)
         name = "predrafted" if pair.predrafts else "sync"
         ideal_s = ideal_round_s(pair, GAMMA, delay_ms / 1e3)
-        with self._stream(f"{model},delay_ms={delay_ms / 4}", gamma=GAMMA) as measure:
-            runs = self._interleave(f"row {number}, {delay_ms} ms", {name: measure})[name]
+        echo_us: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
+        with self._stream(f"{model},delay_ms={delay_ms / 4}", gamma=GAMMA) as measure, Echoes() as echoes:
+
+            def measure_beside_echoes(index: int) -> StreamRun:
+                for carrier, figures in echo_us.items():
+                    figures.append(2 * echoes.round_trip_s(carrier, _IDLE_S) * 1e6)
+                return measure(index)
+
+            runs = self._interleave(f"row {number}, {delay_ms} ms", {name: measure_beside_echoes})[name]
         round_s = [run.steady_round_s() for run in runs]
         ratio = median_ratio([ideal_s] * len(round_s), round_s)
         row = partial(self._row, case=f"70B/1B, gamma {GAMMA}, 1 stream, delay {delay_ms} ms", system=name)
@@ -184,9 +208,27 @@ class _Suite:
                 row=number, metric="orchestration_efficiency", value=ratio.median, unit="ideal/measured",
                 ratio_to="ideal", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=required,
             ),
+            *self._beside_bare(row, number, "time_above_ideal_ratio", [(time_s - ideal_s) * 1e6 for time_s in round_s],
+                               {f"two bare {_BARE_NAMES[carrier]}": figures for carrier, figures in echo_us.items()}),
             row(row=None, metric="round_ms", value=float(np.median(round_s)) * 1e3, unit="ms"),
             row(row=None, metric="ideal_round_ms", value=ideal_s * 1e3, unit="ms"),
         ]  # fmt: skip
+
+    def _beside_bare(
+        self, row: Callable[..., Row], number: int, metric: str, ours_us: list[float], bare_us: dict[str, list[float]]
+    ) -> list[Row]:
+        """What we take beside what a round cannot do without, by its name; both in microseconds, a pair a run."""
+        rows = []
+        for name, figures in bare_us.items():
+            ratio = median_ratio(ours_us, figures)
+            rows += [
+                row(
+                    row=number, metric=metric, value=ratio.median, unit="x", ratio_to=name, low=ratio.low,
+                    high=ratio.high, num_pairs=ratio.num_pairs, at_most=_MOST_BESIDE_BARE,
+                ),
+                row(row=None, system=name, metric="bare_us", value=float(np.median(figures)), unit="us"),
+            ]  # fmt: skip
+        return rows
 
     @contextlib.contextmanager
     def _stream(self, model: str, **fixed: object) -> Iterator[Callable[..., StreamRun]]:
