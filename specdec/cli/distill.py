@@ -18,6 +18,7 @@ from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
+from specdec.local_drafts import EARLY_EXIT, HEAD_KINDS, is_local_draft, parse_local_draft
 from specdec.preflight import require_servable
 from specdec.tenant import DEFAULT_TENANT, check_tenant
 
@@ -31,7 +32,15 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_endpoint_flag(parser, environ)
     parser.add_argument("--log", type=Path, required=True, metavar="DIR", help="the coordinators' --learning-log")
     parser.add_argument("--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"default {DEFAULT_TENANT}")
-    parser.add_argument("--draft", required=True, metavar="PATH_OR_HUB_ID", help="draft model to begin with")
+    parser.add_argument(
+        "--draft", required=True, metavar="DRAFT",
+        help="what to begin with: a draft model, or what the target drafts with by itself, as specdec up names it: "
+             "early-exit:LAYERS[:PATH], medusa:PATH, eagle3:PATH",
+    )  # fmt: skip
+    parser.add_argument(
+        "--target-model", default="", metavar="PATH_OR_HUB_ID",
+        help="the target, which what drafts in it learns beside",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the new version; must not be there")
     parser.add_argument(
         "--target", default="", metavar="FINGERPRINT", help="of the target, where the log has several targets' words"
@@ -62,12 +71,15 @@ def run(args: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch is there, which makes its threads once
     with Waiting(what="distilling") as waiting:
         waiting.show("reading the log")
-        require_servable(args.draft, flag="--draft")
+        if args.target_model:
+            require_servable(args.target_model, flag="--target-model")
+        else:
+            require_servable(args.draft, flag="--draft")
         from specdec.learning.distill import Distillation, distill
         from specdec.learning.training import TrainingPlan
 
         plan = TrainingPlan(60.0 * args.minutes, args.max_steps, args.share, learning_rate=args.learning_rate)
-        asked = Distillation(args.log, args.tenant, args.draft, args.out, args.target, plan)
+        asked = Distillation(args.log, args.tenant, args.draft, args.out, args.target, plan, args.target_model)
         learned = distill(
             asked,
             lambda num_steps, kl_nats, done: waiting.show(f"{done:.0%}, step {num_steps}, KL {kl_nats:.3f} nats"),
@@ -99,6 +111,25 @@ def _check(args: argparse.Namespace) -> None:
             raise Usage(f"{flag} must be at least 1")
     if args.learning_rate is not None and not 0.0 < args.learning_rate <= 1.0:
         raise Usage("--learning-rate must be above 0 and at most 1")
+    _check_local(args)
+
+
+def _check_local(args: argparse.Namespace) -> None:
+    """Raises Usage: what drafts in the target has too little or too much said of it."""
+    if not is_local_draft(args.draft):
+        if args.target_model:
+            raise Usage("--target-model is for what the target drafts with by itself: a draft model learns alone")
+        return
+    try:
+        kind = parse_local_draft(args.draft).kind
+    except ValueError as error:
+        raise Usage(f"--draft: {error}") from None
+    if kind != EARLY_EXIT and not HEAD_KINDS[kind]:
+        raise Usage(f"--draft: {kind} is part of the target's own checkpoint, and is not trained")
+    if not args.target_model:
+        raise Usage(f"--draft {args.draft} learns beside its target: name that by --target-model")
+    if args.join:
+        raise Usage(f"--join is for draft models: a target reads its {kind} when it starts")
 
 
 def _step_back() -> None:

@@ -81,7 +81,7 @@ def load_local_drafts(
         if spec.kind == EARLY_EXIT:
             exits[spec.name] = load_early_exit(spec, model)
         else:
-            heads[spec.name] = load_head(spec, _parts(model, vocabulary_size, max_context_tokens))
+            heads[spec.name] = load_head(spec, target_parts(model, vocabulary_size, max_context_tokens))
     return LocalDrafting(tuple(spec.name for spec in specs), exits, heads)
 
 
@@ -94,7 +94,8 @@ def draft_passes(
     return {name: TransformersForward(shortened(model, early_exit)) for name, early_exit in exits.items()}
 
 
-def _parts(model: PreTrainedModel, vocabulary_size: int, max_context_tokens: int) -> TargetParts:
+def target_parts(model: PreTrainedModel, vocabulary_size: int, max_context_tokens: int) -> TargetParts:
+    """What heads may take of a model. Raises Unsupported: its final norm is not where it is looked for."""
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
         raise Unsupported(

@@ -5,19 +5,26 @@ Not here: the command line (`specdec.cli.distill`), how the new version gets req
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 import specdec
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.engine.model.checkpoint_model import SERVED_DTYPES
+from specdec.errors import InvalidRequest
+from specdec.learning.heads import Head
+from specdec.learning.learner import DraftModel, ExitAdapter, Learner
 from specdec.learning.samples import Samples
 from specdec.learning.training import Learned, TrainingPlan, train
-from specdec.learning.version import load_draft, require_new, write_version
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
+from specdec.learning.version import load_model, require_new, write_model, write_tensors
+from specdec.local_drafts import EARLY_EXIT, LocalDraftSpec, is_local_draft, parse_local_draft
+from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +35,28 @@ class Distillation:
     """Folder of the logs of all tenants."""
     tenant: str
     draft: str
-    """Directory or hub id of the checkpoint to begin with."""
+    """What to begin with: directory or hub id of a draft model, or a local draft as `--local-draft` names it."""
     out: Path
     """Directory of the new version."""
     target_fingerprint: str
     """Of the model whose words count; "": of the only one in the log."""
     plan: TrainingPlan
+    target_model: str = ""
+    """Directory or hub id of the target, for a local draft; "" for a draft model."""
+
+
+class _Draft(Protocol):
+    """What is trained, and how it is stored."""
+
+    fingerprint: str
+    """Of what it begins with."""
+
+    @property
+    def learner(self) -> Learner: ...
+
+    def write(self, out: Path, provenance: Mapping[str, Any]) -> None:
+        """Raises InvalidRequest: it cannot be written."""
+        ...
 
 
 def distill(
@@ -46,23 +69,72 @@ def distill(
         on_step: as `train` has it.
 
     Raises:
-        SpecdecError: as `Samples`, `load_draft` and `write_version`.
+        InvalidRequest: the log is of another target than `target_model`.
+        SpecdecError: as `Samples`, `load_model`, `Head`, `ExitAdapter` and `write_version`.
     """
     require_new(asked.out)
-    vocabulary = vocabulary_fingerprint(load_vocabulary(asked.draft))
+    spoken = load_vocabulary(asked.target_model or asked.draft)
+    vocabulary = vocabulary_fingerprint(spoken)
     samples = Samples(asked.log, asked.tenant, vocabulary, asked.target_fingerprint)
     torch.manual_seed(asked.plan.seed)
-    model = load_draft(asked.draft)
-    learned = train(model, samples, asked.plan, on_step)
+    draft: _Draft
+    if is_local_draft(asked.draft):
+        _require_target(asked.target_model, vocabulary, samples.target_fingerprint)
+        target = load_model(asked.target_model, "--target-model").requires_grad_(False)
+        draft = _LocalDraft(parse_local_draft(asked.draft), target, vocabulary_size(spoken))
+    else:
+        draft = _Model(asked.draft)
+    learned = train(draft.learner, samples, asked.plan, on_step)
     if learned.is_better:
         provenance = {
             "parent": asked.draft,
-            "parent_fingerprint": checkpoint_fingerprint(locate_checkpoint(asked.draft)),
+            "parent_fingerprint": draft.fingerprint,
             "target_fingerprint": samples.target_fingerprint,
             "tenant": asked.tenant,
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "specdec": specdec.__version__,
             **asdict(learned),
         }
-        write_version(model, asked.draft, asked.out, provenance)
+        draft.write(asked.out, provenance)
     return learned
+
+
+class _Model:
+    """A draft model."""
+
+    def __init__(self, draft: str) -> None:
+        self._draft, self._model = draft, load_model(draft)
+        self.learner = DraftModel(self._model)
+        self.fingerprint = checkpoint_fingerprint(locate_checkpoint(draft))
+
+    def write(self, out: Path, provenance: Mapping[str, Any]) -> None:
+        write_model(self._model, self._draft, out, provenance)
+
+
+class _LocalDraft:
+    """What a target drafts with by itself."""
+
+    def __init__(self, spec: LocalDraftSpec, target: PreTrainedModel, num_tokens: int) -> None:
+        self._spec = spec
+        self.learner: ExitAdapter | Head = (
+            ExitAdapter(spec, target, num_tokens) if spec.kind == EARLY_EXIT else Head(spec, target, num_tokens)
+        )
+        self.fingerprint = self.learner.fingerprint
+
+    def write(self, out: Path, provenance: Mapping[str, Any]) -> None:
+        learner = self.learner
+        if isinstance(learner, Head):
+            file, metadata, config = "model.safetensors", {"format": "pt"}, learner.config
+        else:
+            file, metadata, config = "adapter.safetensors", {"num_layers": str(self._spec.num_layers)}, {}
+        write_tensors(learner.tensors, learner.dtypes, out, provenance, file=file, metadata=metadata, config=config)
+
+
+def _require_target(target_model: str, vocabulary: str, target_fingerprint: str) -> None:
+    """Raises InvalidRequest unless the log's words are this model's, in whatever arithmetic it is served."""
+    directory = locate_checkpoint(target_model)
+    if target_fingerprint not in (checkpoint_fingerprint(directory, vocabulary, dtype) for dtype in SERVED_DTYPES):
+        raise InvalidRequest(
+            f"--target-model: the log holds words of target {target_fingerprint}, which is not {target_model}",
+            field="target_model",
+        )

@@ -1,7 +1,8 @@
 """How far a draft's distributions are from what the target said, in PyTorch.
 
 A logged distribution names its likeliest tokens and leaves the rest as one: so does the divergence, which is smallest
-where the draft agrees with all of it. Not here: where the numbers come from (`samples`), the steps (`training`).
+where the draft agrees with all of it. What a draft has no word for counts as the rest. Not here: where the numbers come
+from (`samples`), the steps (`training`).
 """
 
 from __future__ import annotations
@@ -15,20 +16,15 @@ from specdec.learning.samples import Batch
 _LEAST_REST = 1e-6
 
 
-def learned_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The draft's logits at the places that are learned, one forward pass.  [M, V] float32"""
-    logits = model(input_ids=torch.from_numpy(batch.token_ids), use_cache=False).logits  # [B, T, V]
-    learned: torch.Tensor = logits.flatten(0, 1)[torch.from_numpy(batch.places)].float()
-    return learned
-
-
 def divergence(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """KL(target || draft) in nats a token, over the entries and the rest as one.  [M, V] -> [M]
 
     At temperature 0 it is the draft's surprise at the target's choice.
     """
     log_q = _entry_log_q(logits, batch)
-    p = torch.from_numpy(batch.shares)
+    has_no_word = log_q == -torch.inf
+    p = torch.from_numpy(batch.shares).masked_fill(has_no_word, 0.0)
+    log_q = log_q.masked_fill(has_no_word, 0.0)  # infinity times nothing is no number
     rest_p = (1.0 - p.sum(-1)).clamp_min(0.0)
     rest_q = (1.0 - (log_q.exp() * (p > 0)).sum(-1)).clamp_min(_LEAST_REST)
     of_entries = (torch.xlogy(p, p) - p * log_q).sum(-1)

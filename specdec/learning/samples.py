@@ -61,6 +61,12 @@ class Batch:
     shares: NDArray[np.float32]
     """[M, K]"""
 
+    def beyond(self, position: int) -> Batch:
+        """The same tokens, and of the places those further on in their rows than `position`."""
+        kept = self.places % self.token_ids.shape[1] > position
+        columns = (self.places, self.temperatures, self.entry_ids, self.shares)
+        return Batch(self.token_ids, *(column[kept] for column in columns))
+
 
 class Samples:
     """The rows of a tenant's log, as far as it has been read."""

@@ -1,12 +1,11 @@
 """Trains one draft on one tenant's learning log, for a time that was given.
 
-The draft begins as it is served. What is logged meanwhile is taken in at the next pass. Not here: the loss
+It begins as it is served. What is logged meanwhile is taken in at the next pass. Not here: the loss
 (`distillation`), the file that becomes of it (`version`). Called by `specdec distill`, in a process of its own.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.learning.distillation import acceptance, divergence, learned_logits
+from specdec.learning.distillation import acceptance, divergence
+from specdec.learning.learner import Learner
 from specdec.learning.samples import Batch, Row, Samples, batches_of
 
 #: Rates are for matrices of this width in all; wider drafts learn in smaller steps.
@@ -23,6 +23,9 @@ _RATE_TIMES_WIDTH = 0.2
 _WARMUP_SHARE = 0.05
 _LAST_RATE_SHARE = 0.02
 _LARGEST_GRADIENT = 1.0
+
+#: Of a depth's loss, beside the one before: a token is tested only where all before it were accepted.
+_DEPTH_WEIGHT = 0.8
 
 #: Held-out tokens that are looked at before and after, at most.
 _MAX_HELD_OUT_TOKENS = 20_000
@@ -49,9 +52,9 @@ class Figures:
     """What a draft makes of held-out tokens."""
 
     kl_nats: float
-    """Mean KL(target || draft) a token."""
+    """Mean KL(target || draft) a token; of what drafts several in a row by itself, over all of these."""
     acceptance: float
-    """Expected share of its tokens that are accepted, at least."""
+    """Expected share of its tokens that are accepted, at least; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +76,29 @@ class Learned:
 
 
 def train(
-    model: torch.nn.Module,
+    learner: Learner,
     samples: Samples,
     plan: TrainingPlan,
     on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, done: None,
 ) -> Learned:
-    """Trains `model` in place.
+    """Trains in place.
 
     Args:
-        model: a causal language model of Transformers, in float32.
+        learner: what is trained.
         samples: read on while it goes.
         plan: of it.
         on_step: told after each step how many there were, its KL, and how much is done, 0..1.
     """
     began, num_steps, done = time.monotonic(), 0, 0.0
-    as_it_was = copy.deepcopy(model)
+    as_they_were = [parameter.detach().clone() for parameter in learner.parameters]
     dice = np.random.default_rng(plan.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
-    highest = plan.learning_rate or _RATE_TIMES_WIDTH / _width(model)
-    model.train()
+    optimizer = torch.optim.AdamW(learner.parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    highest = plan.learning_rate or _RATE_TIMES_WIDTH / learner.width
     while done < 1.0:
         for batch in samples.batches(plan.batch_tokens, dice):
             computed_s = time.process_time()
             rate = highest * min(1.0, done / _WARMUP_SHARE + 0.01) * max(_LAST_RATE_SHARE, 1.0 - done)
-            kl_nats = _step(model, optimizer, batch, rate)
+            kl_nats = _step(learner, optimizer, batch, rate)
             num_steps += 1
             # Not by the clock: while others have the machine, or it is stopped, it takes nothing from anybody.
             computed_s = (time.process_time() - computed_s) / torch.get_num_threads()
@@ -109,9 +111,13 @@ def train(
         else:
             samples.read_on()
     held_out = _some(samples.held_out)  # what was logged meanwhile included: the more, the surer
+    after = measure(learner, held_out, plan.batch_tokens)
+    _exchange(learner, as_they_were)
+    before = measure(learner, held_out, plan.batch_tokens)
+    _exchange(learner, as_they_were)
     return Learned(
-        measure(as_it_was, held_out, plan.batch_tokens),
-        measure(model, held_out, plan.batch_tokens),
+        before,
+        after,
         num_steps,
         sum(row.num_learned for row in samples.learned),
         sum(row.num_learned for row in held_out),
@@ -119,36 +125,46 @@ def train(
     )
 
 
-def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, rate: float) -> float:
+def _step(learner: Learner, optimizer: torch.optim.Optimizer, batch: Batch, rate: float) -> float:
     """One step at a learning rate; the KL before it, in nats a token."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss = divergence(learned_logits(model, batch), batch).mean()
+    losses, weights = [], []
+    for depth, (logits, drafted) in enumerate(learner.depths(batch)):
+        if len(drafted.places):
+            losses.append(_DEPTH_WEIGHT**depth * divergence(logits, drafted).mean())
+            weights.append(_DEPTH_WEIGHT**depth)
+    if not losses:  # every row is a token or two
+        return 0.0
+    loss = torch.stack(losses).sum() / sum(weights)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
+    torch.nn.utils.clip_grad_norm_(learner.parameters, _LARGEST_GRADIENT)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.item()
 
 
-@torch.inference_mode()
-def measure(model: torch.nn.Module, rows: Sequence[Row], batch_tokens: int) -> Figures:
+@torch.no_grad()
+def measure(learner: Learner, rows: Sequence[Row], batch_tokens: int) -> Figures:
     """What a draft makes of `rows`, without learning from them."""
-    model.eval()
     totals, count = np.zeros(2), 0
     for batch in batches_of(rows, batch_tokens):
-        logits = learned_logits(model, batch)
-        totals += [divergence(logits, batch).sum().item(), acceptance(logits, batch).sum().item()]
-        count += len(batch.places)
+        for logits, drafted in learner.depths(batch):
+            totals += [divergence(logits, drafted).sum().item(), acceptance(logits, drafted).sum().item()]
+            count += len(drafted.places)
     return Figures(*(totals / max(count, 1)).tolist())
+
+
+@torch.no_grad()
+def _exchange(learner: Learner, numbers: Sequence[torch.Tensor]) -> None:
+    """Puts `numbers` in place of the parameters, and those in place of `numbers`."""
+    for parameter, other in zip(learner.parameters, numbers, strict=True):
+        mine = parameter.clone()
+        parameter.copy_(other)
+        other.copy_(mine)
 
 
 def _some(rows: Sequence[Row]) -> list[Row]:
     """Rows up to a number of tokens, one at least."""
     ends = np.cumsum([row.num_learned for row in rows])
     return list(rows[: max(1, int(np.searchsorted(ends, _MAX_HELD_OUT_TOKENS)))])
-
-
-def _width(model: torch.nn.Module) -> int:
-    """Of its embeddings."""
-    return int(model.get_input_embeddings().weight.shape[1])  # type: ignore[operator]

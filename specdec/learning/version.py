@@ -1,7 +1,7 @@
-"""A draft's checkpoint: the one that is trained on, and the new version that becomes of it.
+"""What is trained on, as it is stored, and the new version that becomes of it.
 
 A new version appears whole or not at all, beside the old one, with a file that says where it comes from. Not here: the
-training. Called by `specdec distill`.
+training. Called by `distill`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -27,8 +28,8 @@ PROVENANCE = "distilled.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "config.json", "generation_config.json")
 
 
-def load_draft(model: str) -> PreTrainedModel:
-    """A draft in float32, on the CPU.
+def load_model(model: str, flag: str = "--draft") -> PreTrainedModel:
+    """A model in float32, on the CPU; `flag` is what it was given by.
 
     Raises:
         InvalidRequest: it is no checkpoint.
@@ -43,7 +44,7 @@ def load_draft(model: str) -> PreTrainedModel:
     # Whatever a damaged checkpoint makes Transformers raise means the same to the caller.
     except Exception as error:
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise Unsupported(f"--draft: {model} cannot be trained: {first}") from error
+        raise Unsupported(f"{flag}: {model} cannot be loaded to train with: {first}") from error
     return loaded
 
 
@@ -58,20 +59,58 @@ def require_new(out: Path) -> None:
         raise InvalidRequest(f"--out: {out.parent} cannot be written: {error.strerror}", field="out") from error
 
 
-def write_version(model: PreTrainedModel, parent: str, out: Path, provenance: Mapping[str, Any]) -> None:
+def write_model(model: PreTrainedModel, parent: str, out: Path, provenance: Mapping[str, Any]) -> None:
     """Writes a checkpoint in its parent's dtype, with the parent's tokenizer.
 
     Raises:
         InvalidRequest: it cannot be written; nothing is left of it.
     """
     source = locate_checkpoint(parent)
-    made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with _made_whole(out, provenance) as made:
         torch.nn.Module.to(model, _dtype_of(source))
         model.save_pretrained(made)
         for path in source.iterdir():
             if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS) and path.name != PROVENANCE:
                 shutil.copy(path, made)
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    out: Path,
+    provenance: Mapping[str, Any],
+    *,
+    file: str,
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any],
+) -> None:
+    """Writes what a target drafts with by itself.
+
+    Args:
+        tensors: by name.
+        dtypes: that they are stored in.
+        out: the directory.
+        provenance: stored beside them.
+        file: their name there.
+        metadata: of the file.
+        config: of `config.json`; {}: there is none.
+
+    Raises:
+        InvalidRequest: it cannot be written; nothing is left of it.
+    """
+    with _made_whole(out, provenance) as made:
+        stored = {name: tensor.detach().to(dtypes[name]).contiguous() for name, tensor in tensors.items()}
+        save_file(stored, made / file, dict(metadata))
+        if config:
+            (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _made_whole(out: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
+    """A directory to write into, which becomes `out` in the end, or nothing."""
+    made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        yield made
         (made / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
         made.chmod(0o755)
         made.rename(out)

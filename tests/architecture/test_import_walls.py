@@ -41,7 +41,7 @@ ALLOWED = {
     "specdec.preflight": {"specdec.translation"},
     "specdec.token_bytes": set(),
     "specdec.learning_log": set(),
-    "specdec.learning": set(),
+    "specdec.learning": {"specdec.engine"},
     "specdec.translation": set(),
     "specdec.restarts": set(),
     "specdec.rank_checks": set(),

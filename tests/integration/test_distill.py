@@ -16,9 +16,10 @@ from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest
 from specdec.learning import training
 from specdec.learning.distill import Distillation, distill
+from specdec.learning.learner import DraftModel
 from specdec.learning.samples import Samples
 from specdec.learning.training import TrainingPlan, train
-from specdec.learning.version import load_draft
+from specdec.learning.version import load_model
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 from tests.support.logged import CountedLog
 from tests.support.model_stack import ModelStack
@@ -80,7 +81,7 @@ def test_a_draft_does_not_gain_from_distributions_of_other_contexts(folder: Path
     dice = np.random.default_rng(0)
     samples.learned = [replace(row, token_ids=dice.permutation(row.token_ids)) for row in samples.learned]
     torch.manual_seed(0)
-    assert not train(load_draft(str(folder / "draft")), samples, PLAN).is_better
+    assert not train(DraftModel(load_model(str(folder / "draft"))), samples, PLAN).is_better
 
 
 def test_a_draft_that_did_not_get_better_is_not_written(folder: Path, tmp_path: Path) -> None:
@@ -114,6 +115,6 @@ def test_a_training_that_stood_still_rests_for_what_it_computed_alone(
     monkeypatch.setattr(training, "_step", stopped)
     monkeypatch.setattr(training.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(training.time, "sleep", rests.append)
-    train(load_draft(str(folder / "draft")), samples, replace(PLAN, seconds=1e9, max_steps=4, share=0.25))
+    train(DraftModel(load_model(str(folder / "draft"))), samples, replace(PLAN, seconds=1e9, max_steps=4, share=0.25))
     assert len(rests) == 4
     assert 0.0 < sum(rests) < 3600.0

@@ -44,6 +44,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import LayerShape
+from specdec.engine.model.projection import Projection
 
 #: Attends in one of the head's layers: (index into `kv_layers`, query [T, heads, key_dim], KV rows [T, row_width] of
 #: the T tokens, scale) -> [T, heads, value_dim]. Stores the rows in the tokens' slots first. A row holds the keys of
@@ -70,6 +71,8 @@ class TargetParts:
     device: torch.device
     model: PreTrainedModel | None = None
     """As it was loaded, whole: for heads that its checkpoint brings."""
+    project: Callable[[torch.Tensor, torch.Tensor | None], Projection] = Projection
+    """Makes a product of a weight [out, in] and a bias [out]; one that can be learned through, where a head learns."""
 
 
 @dataclass(frozen=True, slots=True)

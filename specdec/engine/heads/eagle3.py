@@ -25,7 +25,6 @@ from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.feature_layer import FeatureLayer, Weights
 from specdec.engine.model.kv_cache import LayerShape
 from specdec.engine.model.projection import Projection
-from specdec.local_drafts import LocalDraftSpec
 
 
 class Eagle3(DraftHead):
@@ -49,7 +48,7 @@ class Eagle3(DraftHead):
         self._gains = file.weight(target, "norm.weight", self.feature_size)
         num_logits = file.take("lm_head.weight", form.draft_size, self.feature_size).shape[0]
         self._vocabulary = DraftVocabulary.of_offsets(file, num_logits, target)
-        self._head = Projection(file.weight(target, "lm_head.weight", num_logits, self.feature_size), None)
+        self._head = target.project(file.weight(target, "lm_head.weight", num_logits, self.feature_size), None)
         self._rotary = _Rotary(file, form, target)
         first = self._layers[0]
         shape = marked_shape(LayerShape(first.num_kv_heads, first.head_dim, first.head_dim))
@@ -95,11 +94,6 @@ class Eagle3(DraftHead):
         return _Place(tokens, embedding(tokens.token_ids, self._embedding), self._rotary.at(tokens.positions))
 
 
-def load_eagle3(spec: LocalDraftSpec, target: TargetParts) -> Eagle3:
-    """Reads an EAGLE-3 head. Raises InvalidRequest: there is none, or it does not fit; one line says what."""
-    return Eagle3(HeadFile.read(spec.path), target)
-
-
 class _Rotary:
     """Positions' encodings, computed once for all that the target serves."""
 
@@ -109,7 +103,7 @@ class _Rotary:
         except Exception as error:  # what it needs of a wrong configuration is not there
             raise refusal(f"{file.path}: its config.json encodes positions wrongly ({type(error).__name__})") from error
         positions = torch.arange(target.max_context_tokens, device=target.device).unsqueeze(0)
-        with torch.inference_mode():
+        with torch.no_grad():
             cos, sin = rotary(torch.empty(0, dtype=target.dtype, device=target.device), positions)
         half = sin.shape[-1] // 2
         # rotate_half(x) = (-x2, x1): the sign goes into the sines once.
@@ -151,7 +145,7 @@ class _FeatureProjection:
 
     def __init__(self, file: HeadFile, target: TargetParts, form: Eagle3Format) -> None:
         count, width = len(form.feature_layers), target.embedding.shape[1]
-        self._fc = Projection(file.weight(target, "fc.weight", form.layer.hidden_size, count * width), None)
+        self._fc = target.project(file.weight(target, "fc.weight", form.layer.hidden_size, count * width), None)
         self._eps = form.layer.rms_norm_eps
         self._whole = self._each = None
         if file.config.get("norm_before_fc"):
@@ -263,7 +257,7 @@ class _LayerReader:
         if len(biased) not in (0, len(names)):
             raise refusal(f"{self.file.path}: some of {', '.join(names)} have a bias, and some have none")
         biases = [self.file.weight(self.target, f"{name}.bias", size) for name, size in biased.items()]
-        return Projection(torch.cat(weights), torch.cat(biases) if biases else None)
+        return self.target.project(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def _weights(projection: Projection) -> Weights:

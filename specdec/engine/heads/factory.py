@@ -1,6 +1,7 @@
 """From a local draft's name to its head: the one place that knows the kinds.
 
-Not here: what a kind computes. Called by `specdec.engine.loader`.
+Not here: what a kind computes. Called by `specdec.engine.local_drafting`, and where a head learns
+(`specdec.learning.heads`).
 """
 
 from __future__ import annotations
@@ -8,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specdec.engine.heads.base import DraftHead, TargetParts
-from specdec.engine.heads.eagle3 import load_eagle3
-from specdec.engine.heads.medusa import load_medusa
+from specdec.engine.heads.eagle3 import Eagle3
+from specdec.engine.heads.head_file import HeadFile
+from specdec.engine.heads.medusa import Medusa
 from specdec.engine.heads.mtp import load_mtp
 from specdec.errors import Unsupported
 from specdec.local_drafts import LocalDraftSpec
 
-#: Makes the head of one kind. Raises InvalidRequest: a file is missing or of the wrong shape, and says which.
-HeadLoader = Callable[[LocalDraftSpec, TargetParts], DraftHead]
-
-_LOADERS: dict[str, HeadLoader] = {"eagle3": load_eagle3, "medusa": load_medusa, "mtp": load_mtp}
+#: Those whose weights lie in a file of their own.
+_OF_FILE: dict[str, Callable[[HeadFile, TargetParts], DraftHead]] = {"eagle3": Eagle3, "medusa": Medusa}
 
 
 def load_head(spec: LocalDraftSpec, target: TargetParts) -> DraftHead:
@@ -27,7 +27,20 @@ def load_head(spec: LocalDraftSpec, target: TargetParts) -> DraftHead:
         Unsupported: there is no head of this kind here.
         InvalidRequest: its files are missing, or do not fit the target; one sentence says which.
     """
-    loader = _LOADERS.get(spec.kind)
-    if loader is None:
+    if spec.kind == "mtp":
+        return load_mtp(spec, target)
+    if spec.kind not in _OF_FILE:
         raise Unsupported(f"local draft {spec}: there are no {spec.kind} heads here", field="local_draft")
-    return loader(spec, target)
+    return head_of_file(spec.kind, HeadFile.read(spec.path), target)
+
+
+def head_of_file(kind: str, file: HeadFile, target: TargetParts) -> DraftHead:
+    """Makes a head of tensors that are there already.
+
+    Raises:
+        Unsupported: heads of this kind have no file of their own.
+        InvalidRequest: they do not fit the target; one sentence says which.
+    """
+    if kind not in _OF_FILE:
+        raise Unsupported(f"a head of kind {kind} has no file of its own", field="local_draft")
+    return _OF_FILE[kind](file, target)

@@ -105,7 +105,7 @@ class HeadFile:
         for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name}:{list(tensor.shape)}:{tensor.dtype}".encode())
             flat = tensor.flatten()
-            sampled = flat[:: max(1, flat.numel() // _HASHED_BYTES)].contiguous()
+            sampled = flat[:: max(1, flat.numel() // _HASHED_BYTES)].detach().contiguous()
             digest.update(sampled.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 

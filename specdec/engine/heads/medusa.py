@@ -22,7 +22,6 @@ from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetPa
 from specdec.engine.heads.draft_vocabulary import DraftVocabulary
 from specdec.engine.heads.head_file import HeadFile, refusal
 from specdec.engine.model.projection import Projection
-from specdec.local_drafts import LocalDraftSpec
 
 _PREFIXES = re.compile(r"^(?:medusa_heads?|base_model\.medusa_head)\.")
 _ORIGINAL = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
@@ -83,11 +82,6 @@ class Medusa(DraftHead):
         return HeadDraft(None, self._vocabulary.widen(rows))
 
 
-def load_medusa(spec: LocalDraftSpec, target: TargetParts) -> Medusa:
-    """Reads Medusa heads. Raises InvalidRequest: there are none, or they do not fit; one line says which tensor."""
-    return Medusa(HeadFile.read(spec.path), target)
-
-
 def _count_heads(file: HeadFile) -> int:
     """Heads there are, from the first on without a gap."""
     found = {int(match[1]) for name in file.tensors if (match := _ORIGINAL.fullmatch(name) or _BLOCK.fullmatch(name))}
@@ -108,7 +102,7 @@ def _read_original_head(file: HeadFile, target: TargetParts, head: int, draft_si
     width = target.embedding.shape[1]
     num_layers = _count_layers(file, _ORIGINAL, head)
     blocks = tuple(
-        Projection(
+        target.project(
             file.weight(target, f"{head}.{layer}.linear.weight", width, width),
             file.weight(target, f"{head}.{layer}.linear.bias", width),
         )
@@ -123,7 +117,7 @@ def _read_vllm_head(file: HeadFile, target: TargetParts, head: int, draft_size: 
     for layer in range(_count_layers(file, _BLOCK, head)):
         name = f"blocks.{head}.layers.{layer}"
         bias = file.weight(target, f"{name}.bias", width) if f"{name}.bias" in file.tensors else None
-        blocks.append(Projection(file.weight(target, f"{name}.weight", width, width), bias))
+        blocks.append(target.project(file.weight(target, f"{name}.weight", width, width), bias))
     own = f"lm_heads.{head}.weight"
     # With `original_lm_head` all heads share one, which is stored once.
     shared = next((name for name in ("lm_head.weight", "lm_heads.0.weight") if name in file.tensors), own)
@@ -142,4 +136,4 @@ def _logits(file: HeadFile, target: TargetParts, name: str, draft_size: int) -> 
         file.tensors[name] = file.take(name, rows, width)[chosen]
     elif "token_map" not in file.tensors and rows >= target.vocabulary_size:
         file.tensors[name] = file.take(name, rows, width)[:draft_size]
-    return Projection(file.weight(target, name, draft_size, width), None)
+    return target.project(file.weight(target, name, draft_size, width), None)

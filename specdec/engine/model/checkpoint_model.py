@@ -23,6 +23,9 @@ from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from specdec.vocabulary import vocabulary_fingerprint, vocabulary_size
 
+#: As what a model may be served; they are part of its fingerprint.
+SERVED_DTYPES = ("float32", "bfloat16", "float16", "int8")
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # A CPU pool by default holds this many sessions of this many tokens, within this many bytes.

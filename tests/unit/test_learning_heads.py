@@ -1,0 +1,123 @@
+"""A head learns from what it would say in a round: at every draft depth, the logits of the code that serves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec.engine.heads.factory import load_head
+from specdec.engine.local_drafting import target_parts
+from specdec.learning import heads
+from specdec.learning.distillation import divergence
+from specdec.learning.heads import Head
+from specdec.learning.samples import Batch
+from specdec.local_drafts import LocalDraftSpec
+from tests.support.head_checkpoints import (
+    as_speculators,
+    as_vllm_medusa,
+    eagle3_config,
+    eagle3_tensors,
+    medusa_tensors,
+    write_eagle3,
+    write_medusa,
+)
+from tests.support.head_drive import HeadDrive
+from tests.support.head_references import hidden_states
+from tests.support.tiny_models import build_tiny_model
+
+VOCABULARY_SIZE, WIDTH = 256, 64
+ROWS = [[(7 * i * i + 3 * i) % 251 + 2 for i in range(23)], [(5 * i * i + i) % 249 + 3 for i in range(17)]]
+
+#: Layer settings, draft vocabulary, hidden states, settings of speculators.
+EAGLE3_HEADS: dict[str, tuple[dict[str, Any], int, list[int], dict[str, bool]]] = {
+    "all_tokens": ({}, VOCABULARY_SIZE, [1, 2, 4], {}),
+    "some_tokens": ({}, 80, [1, 3, 4], {"norm_before_residual": True}),
+    "normed": ({}, 80, [2, 4], {"fc_norm": True, "norm_output": True}),
+    "two_layers_of_qwen3": ({"model_type": "qwen3", "num_hidden_layers": 2}, 80, [1, 2, 3], {}),
+}
+KINDS = [*(f"eagle3-{name}" for name in EAGLE3_HEADS), "medusa", "medusa-in_vllms_form"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    directory = build_tiny_model("llama", tmp_path_factory.mktemp("target"), num_layers=4)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def written(kind: str, directory: Path) -> LocalDraftSpec:
+    name, _, form = kind.partition("-")
+    if name == "medusa":
+        tensors = medusa_tensors(WIDTH, VOCABULARY_SIZE)
+        write_medusa(directory, as_vllm_medusa(tensors) if form else tensors, "model.safetensors")
+    else:
+        layer, draft_size, states, settings = EAGLE3_HEADS[form]
+        config = eagle3_config(WIDTH, VOCABULARY_SIZE, draft_size, **layer)
+        tensors = eagle3_tensors(config, len(states), extra_norms="fc_norm" in settings)
+        write_eagle3(directory, as_speculators(config, states, **settings), tensors)
+    return LocalDraftSpec(name, name, path=str(directory))
+
+
+def batch() -> Batch:
+    """Every token of both rows is learned, as if the next had been certain."""
+    width = max(map(len, ROWS))
+    token_ids = np.array([[*row, *[0] * (width - len(row))] for row in ROWS])
+    places = np.concatenate([index * width + np.arange(len(row) - 1) for index, row in enumerate(ROWS)])
+    following = token_ids.reshape(-1)[places + 1]
+    return Batch(
+        token_ids, places, np.ones(len(places), np.float32), following[:, None], np.ones((len(places), 1), np.float32)
+    )
+
+
+def served(target: PreTrainedModel, spec: LocalDraftSpec, place: int, depth: int) -> torch.Tensor:
+    """What the head says behind `depth` draft tokens that are those of the text, in a round begun before them."""
+    width = max(map(len, ROWS))
+    row, end = ROWS[place // width], place % width + 1
+    committed = row[: end - depth]
+    head = load_head(spec, target_parts(target, VOCABULARY_SIZE, 64))
+    with torch.inference_mode():
+        drive = HeadDrive(head, committed, hidden_states(target, committed[:-1]), 16)
+        return drive.draft(depth + 1, row[end - depth : end])[depth]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
+    kind: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    spec = written(kind, tmp_path)
+    depths = list(Head(spec, target, VOCABULARY_SIZE).depths(batch()))
+    assert len(depths) == 3
+    for depth, (logits, drafted) in enumerate(depths):
+        width = drafted.token_ids.shape[1]
+        # A round knows a token before the one that it begins with.
+        assert [int(place) % width for place in drafted.places if place < width] == list(range(depth + 1, 22))
+        for index in range(0, len(drafted.places), 4):
+            expected = served(target, spec, int(drafted.places[index]), depth)
+            torch.testing.assert_close(logits[index].detach(), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3-some_tokens", "medusa"])
+def test_all_of_a_head_learns_but_its_embeddings_and_its_map_of_tokens(
+    kind: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    head = Head(written(kind, tmp_path), target, VOCABULARY_SIZE)
+    sum(divergence(logits, drafted).mean() for logits, drafted in head.depths(batch())).backward()
+    still = {name for name, tensor in head.tensors.items() if tensor.grad is None or not tensor.grad.abs().max() > 0}
+    assert still == ({"embed_tokens.weight", "d2t", "t2d"} if kind.startswith("eagle3") else set())
+    assert all(tensor.grad is None or tensor.grad.isfinite().all() for tensor in head.tensors.values())
+
+
+def test_a_round_begun_one_position_off_would_be_seen(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of the comparison above."""
+    spec = written("eagle3-all_tokens", tmp_path)
+    moved = heads._Rows.moved
+    monkeypatch.setattr(heads._Rows, "moved", lambda rows, numbers, count: moved(rows, numbers, count + 1))
+    logits, drafted = next(iter(Head(spec, target, VOCABULARY_SIZE).depths(batch())))
+    expected = served(target, spec, int(drafted.places[8]), 0)
+    assert (logits[8].detach() - expected).abs().max() > 0.01
