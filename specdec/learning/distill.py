@@ -6,7 +6,7 @@ Not here: the command line (`specdec.cli.distill`), how the new version gets req
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ from specdec.learning.training import Learned, TrainingPlan, train
 from specdec.learning.version import load_model, require_new, write_model, write_tensors
 from specdec.local_drafts import EARLY_EXIT, LocalDraftSpec, is_local_draft, parse_local_draft
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+
+
+#: Logits of a step, at each draft depth: 512 MB.
+_MAX_STEP_LOGITS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,9 @@ def distill(
         draft = _LocalDraft(parse_local_draft(asked.draft), target, vocabulary_size(spoken))
     else:
         draft = _Model(asked.draft)
-    learned = train(draft.learner, samples, asked.plan, on_step)
+    most_tokens = _MAX_STEP_LOGITS // vocabulary_size(spoken)
+    plan = replace(asked.plan, batch_tokens=min(asked.plan.batch_tokens, most_tokens))
+    learned = train(draft.learner, samples, plan, on_step)
     if learned.is_better:
         provenance = {
             "parent": asked.draft,
