@@ -26,7 +26,6 @@ from specdec.learning.version import load_model, require_new, write_model, write
 from specdec.local_drafts import EARLY_EXIT, LocalDraftSpec, is_local_draft, parse_local_draft
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
 
-
 #: Logits of a step, at each draft depth: 512 MB.
 _MAX_STEP_LOGITS = 1 << 27
 
