@@ -39,6 +39,7 @@ from tests.support.head_checkpoints import (
     write_eagle3,
     write_medusa,
 )
+from tests.support.mtp_checkpoints import build_mtp_checkpoint
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 from tests.support.tiny_models import build_tiny_model
@@ -134,7 +135,26 @@ async def committed(verifier: Verifier, pool: str, num_tokens: int, **position: 
 async def test_a_score_tells_each_rounds_draft_as_it_would_have_been(
     verifier: Verifier, clock: Clock, pool: str, filters: SamplingFilters, draw_rule: DrawRule
 ) -> None:
-    position = {"filters": filters, "draw_rule": draw_rule, "seed": 5, "output_start": 16}
+    score = await require_true_scores(verifier, clock, pool, filters=filters, draw_rule=draw_rule)
+    if pool == "medusa":
+        assert max(score.round_lengths) <= NUM_MEDUSA
+
+
+async def test_a_layer_that_the_checkpoint_brings_is_scored_as_heads_are(clock: Clock, tmp_path: Path) -> None:
+    directory = build_mtp_checkpoint("mellum", tmp_path / "target")
+    worker = load_worker(
+        str(directory), device="cpu", dtype="float32", num_kv_blocks=64, num_threads=1,
+        local_drafts=(LocalDraftSpec("mtp", "mtp"),),
+    )  # fmt: skip
+    verifier = Verifier(worker, clock=clock)
+    await require_true_scores(verifier, clock, "mtp", filters=SAMPLED, draw_rule=DrawRule.DISTRIBUTION)
+    verifier.check_integrity()
+    await verifier.close()
+
+
+async def require_true_scores(verifier: Verifier, clock: Clock, pool: str, **law: object) -> Score:
+    """Scores a span, and compares each of its rounds with what is really drafted there."""
+    position = {"seed": 5, "output_start": 16} | law
     num_scored = 36
     tokens = await committed(verifier, pool, num_scored, **position)
     clock.now_s += 10.0
@@ -160,8 +180,7 @@ async def test_a_score_tells_each_rounds_draft_as_it_would_have_been(
             assert list(scored) == expected, first
             num_right += expected.count(1.0)
     assert num_right > 10, "some rounds go beyond their first token"
-    if pool == "medusa":
-        assert max(score.round_lengths) <= NUM_MEDUSA
+    return score
 
 
 @pytest.fixture
