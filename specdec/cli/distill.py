@@ -18,7 +18,7 @@ from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
-from specdec.local_drafts import EARLY_EXIT, HEAD_KINDS, is_local_draft, parse_local_draft
+from specdec.local_drafts import is_local_draft, parse_local_draft
 from specdec.preflight import require_servable
 from specdec.tenant import DEFAULT_TENANT, check_tenant
 
@@ -124,8 +124,6 @@ def _check_local(args: argparse.Namespace) -> None:
         kind = parse_local_draft(args.draft).kind
     except ValueError as error:
         raise Usage(f"--draft: {error}") from None
-    if kind != EARLY_EXIT and not HEAD_KINDS[kind]:
-        raise Usage(f"--draft: {kind} is part of the target's own checkpoint, and is not trained")
     if not args.target_model:
         raise Usage(f"--draft {args.draft} learns beside its target: name that by --target-model")
     if args.join:

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 import specdec
 from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.model.checkpoint_model import SERVED_DTYPES
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unsupported
 from specdec.learning.heads import Head
 from specdec.learning.learner import DraftModel, ExitAdapter, Learner
 from specdec.learning.samples import Samples
 from specdec.learning.training import Learned, TrainingPlan, train
-from specdec.learning.version import load_model, require_new, write_model, write_tensors
-from specdec.local_drafts import EARLY_EXIT, LocalDraftSpec, is_local_draft, parse_local_draft
+from specdec.learning.version import load_model, require_new, stored_dtype, write_model, write_tensors
+from specdec.local_drafts import EARLY_EXIT, HEAD_KINDS, LocalDraftSpec, is_local_draft, parse_local_draft
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
 
 #: Logits of a step, at each draft depth: 512 MB.
@@ -73,20 +73,23 @@ def distill(
 
     Raises:
         InvalidRequest: the log is of another target than `target_model`.
-        SpecdecError: as `Samples`, `load_model`, `Head`, `ExitAdapter` and `write_version`.
+        Unsupported: the draft is a part of the target's own checkpoint.
+        SpecdecError: as `Samples`, `load_model`, `Head`, `ExitAdapter`, `write_model` and `write_tensors`.
     """
     require_new(asked.out)
+    spec = parse_local_draft(asked.draft) if is_local_draft(asked.draft) else None
+    if spec is not None and not HEAD_KINDS.get(spec.kind, True):
+        raise Unsupported(f"--draft: {spec} is a part of the target's own checkpoint, and is not trained")
     spoken = load_vocabulary(asked.target_model or asked.draft)
     vocabulary = vocabulary_fingerprint(spoken)
     samples = Samples(asked.log, asked.tenant, vocabulary, asked.target_fingerprint)
     torch.manual_seed(asked.plan.seed)
     draft: _Draft
-    if is_local_draft(asked.draft):
-        _require_target(asked.target_model, vocabulary, samples.target_fingerprint)
-        target = load_model(asked.target_model, "--target-model").requires_grad_(False)
-        draft = _LocalDraft(parse_local_draft(asked.draft), target, vocabulary_size(spoken))
-    else:
+    if spec is None:
         draft = _Model(asked.draft)
+    else:
+        _require_target(asked.target_model, vocabulary, samples.target_fingerprint)
+        draft = _LocalDraft(spec, asked.target_model, vocabulary_size(spoken))
     most_tokens = _MAX_STEP_LOGITS // vocabulary_size(spoken)
     plan = replace(asked.plan, batch_tokens=min(asked.plan.batch_tokens, most_tokens))
     learned = train(draft.learner, samples, plan, on_step)
@@ -109,7 +112,7 @@ class _Model:
 
     def __init__(self, draft: str) -> None:
         self._draft, self._model = draft, load_model(draft)
-        self.learner = DraftModel(self._model)
+        self.learner = DraftModel(self._model, stored_dtype(draft))
         self.fingerprint = checkpoint_fingerprint(locate_checkpoint(draft))
 
     def write(self, out: Path, provenance: Mapping[str, Any]) -> None:
@@ -119,20 +122,21 @@ class _Model:
 class _LocalDraft:
     """What a target drafts with by itself."""
 
-    def __init__(self, spec: LocalDraftSpec, target: PreTrainedModel, num_tokens: int) -> None:
+    def __init__(self, spec: LocalDraftSpec, target_model: str, num_tokens: int) -> None:
         self._spec = spec
+        file = None if spec.kind == EARLY_EXIT else HeadFile.read(spec.path)  # before the target, which takes longer
+        target = load_model(target_model, "--target-model").requires_grad_(False)
         self.learner: ExitAdapter | Head = (
-            ExitAdapter(spec, target, num_tokens) if spec.kind == EARLY_EXIT else Head(spec, target, num_tokens)
+            ExitAdapter(spec, target, num_tokens) if file is None else Head(spec.kind, file, target, num_tokens)
         )
         self.fingerprint = self.learner.fingerprint
 
     def write(self, out: Path, provenance: Mapping[str, Any]) -> None:
-        learner = self.learner
+        learner, config = self.learner, {}
+        file, metadata = "adapter.safetensors", {"num_layers": str(self._spec.num_layers)}
         if isinstance(learner, Head):
             file, metadata, config = "model.safetensors", {"format": "pt"}, learner.config
-        else:
-            file, metadata, config = "adapter.safetensors", {"num_layers": str(self._spec.num_layers)}, {}
-        write_tensors(learner.tensors, learner.dtypes, out, provenance, file=file, metadata=metadata, config=config)
+        write_tensors(learner.tensors, out, provenance, file=file, metadata=metadata, config=config)
 
 
 def _require_target(target_model: str, vocabulary: str, target_fingerprint: str) -> None:

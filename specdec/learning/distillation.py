@@ -16,6 +16,10 @@ from specdec.learning.samples import Batch
 _LEAST_REST = 1e-6
 
 
+#: Below it a distribution is all but a choice: divided by it, one request's logits would outweigh all others'.
+_LEAST_TEMPERATURE = 0.1
+
+
 def divergence(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """KL(target || draft) in nats a token, over the entries and the rest as one.  [M, V] -> [M]
 
@@ -44,6 +48,6 @@ def acceptance(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def _entry_log_q(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[M, K]"""
-    temperatures = np.where(batch.temperatures > 0.0, batch.temperatures, 1.0).astype(np.float32)
-    scaled = logits / torch.from_numpy(temperatures)[:, None]
+    temperatures = np.where(batch.temperatures > 0.0, np.maximum(batch.temperatures, _LEAST_TEMPERATURE), 1.0)
+    scaled = logits / torch.from_numpy(temperatures.astype(np.float32))[:, None]
     return scaled.gather(-1, torch.from_numpy(batch.entry_ids)) - scaled.logsumexp(-1, keepdim=True)

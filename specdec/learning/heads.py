@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from specdec.engine.heads.base import Attend, DraftHead, HeadTokens
+from specdec.engine.heads.base import Attend, DraftHead, HeadTokens, TargetParts
 from specdec.engine.heads.factory import head_of_file
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.local_drafting import target_parts
@@ -27,7 +27,6 @@ from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.projection import Projection
 from specdec.learning.learner import Learner, width_of
 from specdec.learning.samples import ROW_TOKENS, Batch
-from specdec.local_drafts import LocalDraftSpec
 
 #: Depths that a head learns which attends; one that does not learns all that it has heads for.
 MAX_DEPTHS = 3
@@ -39,37 +38,47 @@ _HIDDEN = -1e9
 class Head(Learner):
     """Implements `learner.Learner`."""
 
-    def __init__(self, spec: LocalDraftSpec, target: PreTrainedModel, vocabulary_size: int) -> None:
-        """Begins with the head that `spec` names.
+    def __init__(self, kind: str, file: HeadFile, target: PreTrainedModel, vocabulary_size: int) -> None:
+        """Begins with the head of a file.
 
         Args:
-            spec: of a head.
+            kind: medusa or eagle3.
+            file: with it.
             target: in float32; it does not move.
             vocabulary_size: of its tokens.
 
         Raises:
-            InvalidRequest: there is no such head, or it does not fit the target.
-            Unsupported: heads of this kind are part of the target's own checkpoint.
+            InvalidRequest: it does not fit the target.
         """
-        self._kind, self._target, self._file = spec.kind, target, HeadFile.read(spec.path)
-        self.fingerprint = self._file.fingerprint()
-        self.config = self._file.config
+        self._kind, self._target, self._path = kind, target, file.path
+        self.fingerprint = file.fingerprint()
+        """Of what it begins with."""
+        self.config = file.config
         """What stands beside its tensors; {} where nothing does."""
-        self.tensors = {name: _learned(name, tensor) for name, tensor in self._file.tensors.items()}
-        """By the names that they are stored under."""
-        self.dtypes = {name: tensor.dtype for name, tensor in self._file.tensors.items()}
-        """That they are stored in."""
-        self.parameters = [tensor for tensor in self.tensors.values() if tensor.requires_grad]
         self.width = width_of(target)
         self._parts = replace(target_parts(target, vocabulary_size, ROW_TOKENS), project=_LearnedProjection)
+        head_of_file(kind, HeadFile(file.path, file.config, dict(file.tensors)), self._parts)  # is it one, and finite?
+        self._tensors = {name: _learned(name, tensor) for name, tensor in file.tensors.items()}
+        self._stored_as = {name: tensor.dtype for name, tensor in file.tensors.items()}
+        learned = [name for name, tensor in self._tensors.items() if tensor.requires_grad]
+        self.parameters = [self._tensors[name] for name in learned]
+        self.dtypes = [self._stored_as[name] for name in learned]
+        self._seen: tuple[object, list[torch.Tensor]] = (None, [])
         head = self._made()
         self._num_depths = MAX_DEPTHS if head.kv_layers else head.max_draft_tokens
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As it is stored: by name, in the numbers that each came in."""
+        return {name: tensor.detach().to(self._stored_as[name]) for name, tensor in self._tensors.items()}
 
     def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
         """See `Learner.depths`."""
         token_ids = torch.from_numpy(batch.token_ids)  # [B, T]
         head, rows = self._made(), _Rows(*token_ids.shape)
-        features = head.features(self._hidden(token_ids, head.feature_layers))  # [B * T, F]
+        if self._seen[0] is not batch.token_ids:  # what the target makes of them does not change
+            self._seen = batch.token_ids, self._hidden(token_ids, head.feature_layers)
+        features = head.features(self._seen[1])  # [B * T, F]
         attention = _Attention(head, rows)
         previous = rows.moved(features, 1)
         for depth in range(self._num_depths):
@@ -83,7 +92,7 @@ class Head(Learner):
 
     def _made(self) -> DraftHead:
         """The head of the numbers as they are now."""
-        return head_of_file(self._kind, HeadFile(self._file.path, self.config, dict(self.tensors)), self._parts)
+        return head_of_file(self._kind, _LearnedFile(self._path, self.config, dict(self._tensors)), self._parts)
 
     @torch.no_grad()
     def _hidden(self, token_ids: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
@@ -98,6 +107,16 @@ class Head(Learner):
                 ending.callback(decoder_layers(self._target)[layer].register_forward_hook(note).remove)
             self._target.base_model(input_ids=token_ids, use_cache=False)
         return outputs
+
+
+class _LearnedFile(HeadFile):
+    """Tensors that move; whether they are finite was looked at before they did."""
+
+    def weight(self, target: TargetParts, name: str, *shape: int | None) -> torch.Tensor:
+        return self.take(name, *shape)
+
+    def fingerprint(self) -> str:
+        return ""
 
 
 class _Rows:
@@ -184,6 +203,6 @@ class _LearnedProjection(Projection):
 
 def _learned(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A copy that may move. Maps of tokens are no numbers, and a table of embeddings stays what the target reads."""
-    if not tensor.is_floating_point() or name.endswith("embed_tokens.weight"):
+    if not tensor.is_floating_point():
         return tensor
-    return tensor.float().clone().requires_grad_()
+    return tensor.float().clone().requires_grad_(not name.endswith("embed_tokens.weight"))

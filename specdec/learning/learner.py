@@ -11,6 +11,7 @@ here: the loss (`distillation`), the steps (`training`), files (`version`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -28,6 +29,8 @@ class Learner(Protocol):
 
     parameters: Sequence[torch.Tensor]
     """What moves, in float32."""
+    dtypes: Sequence[torch.dtype]
+    """That each of them is stored in."""
     width: int
     """Of its hidden state."""
 
@@ -43,9 +46,11 @@ class Learner(Protocol):
 class DraftModel(Learner):
     """A causal language model of Transformers. A draft token is a token like any other, so there is one depth."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """`model`: in float32, without dropout. `dtype`: that it is stored in."""
         self.model = model
         self.parameters = list(model.parameters())
+        self.dtypes = [dtype] * len(self.parameters)
         self.width = width_of(model)
 
     def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
@@ -69,15 +74,15 @@ class ExitAdapter(Learner):
             Unsupported: the target's layers are not one list of modules.
         """
         stored = load_early_exit(spec, target).adapter
-        self.fingerprint = HeadFile.read(spec.path).fingerprint() if spec.path else ""
         self.width = width_of(target)
         weight = torch.eye(self.width) if stored is None else stored.weight.clone()
         bias = torch.zeros(self.width) if stored is None else stored.bias.clone()
-        self.parameters = (weight.requires_grad_(), bias.requires_grad_())
-        self.tensors = {"weight": weight, "bias": bias}
+        self.tensors = {"weight": weight.requires_grad_(), "bias": bias.requires_grad_()}
         """By the names that they are stored under."""
-        self.dtypes = dict.fromkeys(self.tensors, torch.float32)
-        """That they are stored in."""
+        self.parameters = list(self.tensors.values())
+        self.dtypes = [torch.float32] * len(self.parameters)
+        self.fingerprint = HeadFile(Path(spec.path), {}, self.tensors).fingerprint()
+        """Of what it begins with."""
         self._model = shortened(target, EarlyExit(spec.num_layers, Adapter(weight, bias)))
         self._vocabulary_size = vocabulary_size
 

@@ -139,8 +139,8 @@ class Samples:
         for facts, _ in own:
             if facts.vocabulary_fingerprint != self._vocabulary:
                 raise VocabularyMismatch(
-                    f"--draft: the log's tokens are of vocabulary {facts.vocabulary_fingerprint}, the draft's of "
-                    f"{self._vocabulary}"
+                    f"--log: its tokens are of vocabulary {facts.vocabulary_fingerprint}, those of what is to learn "
+                    f"from it of {self._vocabulary}"
                 )
         return [turn for _, turns in own for turn in turns]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -48,6 +49,13 @@ def load_model(model: str, flag: str = "--draft") -> PreTrainedModel:
     return loaded
 
 
+def stored_dtype(model: str) -> torch.dtype:
+    """That a checkpoint's weights are stored in."""
+    config = json.loads((locate_checkpoint(model) / "config.json").read_text())
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    return stored if isinstance(stored, torch.dtype) else torch.float32
+
+
 def require_new(out: Path) -> None:
     """Raises InvalidRequest where there is something already, or nothing can be."""
     if out.exists():
@@ -67,7 +75,7 @@ def write_model(model: PreTrainedModel, parent: str, out: Path, provenance: Mapp
     """
     source = locate_checkpoint(parent)
     with _made_whole(out, provenance) as made:
-        torch.nn.Module.to(model, _dtype_of(source))
+        torch.nn.Module.to(model, stored_dtype(parent))
         model.save_pretrained(made)
         for path in source.iterdir():
             if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS) and path.name != PROVENANCE:
@@ -76,7 +84,6 @@ def write_model(model: PreTrainedModel, parent: str, out: Path, provenance: Mapp
 
 def write_tensors(
     tensors: Mapping[str, torch.Tensor],
-    dtypes: Mapping[str, torch.dtype],
     out: Path,
     provenance: Mapping[str, Any],
     *,
@@ -87,8 +94,7 @@ def write_tensors(
     """Writes what a target drafts with by itself.
 
     Args:
-        tensors: by name.
-        dtypes: that they are stored in.
+        tensors: by name, in the numbers that they are stored in.
         out: the directory.
         provenance: stored beside them.
         file: their name there.
@@ -99,7 +105,8 @@ def write_tensors(
         InvalidRequest: it cannot be written; nothing is left of it.
     """
     with _made_whole(out, provenance) as made:
-        stored = {name: tensor.detach().to(dtypes[name]).contiguous() for name, tensor in tensors.items()}
+        # Copies: two names may be of one tensor, which safetensors refuses.
+        stored = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
         save_file(stored, made / file, dict(metadata))
         if config:
             (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -114,15 +121,9 @@ def _made_whole(out: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
         (made / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
         made.chmod(0o755)
         made.rename(out)
-    except OSError as error:
-        raise InvalidRequest(f"--out: {out} cannot be written: {error.strerror}", field="out") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)[:200]
+        raise InvalidRequest(f"--out: {out} cannot be written: {why}", field="out") from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(made)
-
-
-def _dtype_of(directory: Path) -> torch.dtype:
-    """That its weights are stored in."""
-    config = json.loads((directory / "config.json").read_text())
-    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
-    return stored if isinstance(stored, torch.dtype) else torch.float32

@@ -47,6 +47,22 @@ def serve(endpoint: str, first: int, count: int) -> set[str]:
     return pools
 
 
+def test_what_the_target_drafts_with_is_distilled_and_read_when_one_starts(endpoint: str, folder: Path) -> None:
+    serve(endpoint, 0, 16)
+    while not list((folder / "log" / "tenant-default").glob("*.safetensors")):
+        serve(endpoint, 100, 1)
+    made, target = folder / "exit", str(folder / "target")
+    distilled = specdec("distill", "--log", str(folder / "log"), "--draft", "early-exit:1", "--target-model", target,
+                        "--out", str(made), "--max-steps", "5", "--share", "1", "--learning-rate", "2e-3")  # fmt: skip
+    assert distilled.returncode == 0, distilled.stderr
+    assert re.fullmatch(rf"{made}: KL \d.\d+ -> \d.\d+ nats, expected acceptance .*\n", distilled.stdout)
+    up, other = start_up("--target", target, "--draft", f"early-exit:1:{made}")
+    with Client(other) as client:
+        assert client.generate(prompt_token_ids=[5, 9, 17], max_new_tokens=8).stats.num_draft_tokens
+    up.send_signal(signal.SIGTERM)
+    up.communicate()
+
+
 def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(endpoint: str, folder: Path) -> None:
     serve(endpoint, 0, 16)
     segments = folder / "log" / "tenant-default"

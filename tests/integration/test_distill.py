@@ -81,7 +81,7 @@ def test_a_draft_does_not_gain_from_distributions_of_other_contexts(folder: Path
     dice = np.random.default_rng(0)
     samples.learned = [replace(row, token_ids=dice.permutation(row.token_ids)) for row in samples.learned]
     torch.manual_seed(0)
-    assert not train(DraftModel(load_model(str(folder / "draft"))), samples, PLAN).is_better
+    assert not train(DraftModel(load_model(str(folder / "draft")), torch.float32), samples, PLAN).is_better
 
 
 def test_a_draft_that_did_not_get_better_is_not_written(folder: Path, tmp_path: Path) -> None:
@@ -115,6 +115,10 @@ def test_a_training_that_stood_still_rests_for_what_it_computed_alone(
     monkeypatch.setattr(training, "_step", stopped)
     monkeypatch.setattr(training.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(training.time, "sleep", rests.append)
-    train(DraftModel(load_model(str(folder / "draft"))), samples, replace(PLAN, seconds=1e9, max_steps=4, share=0.25))
-    assert len(rests) == 4
+    train(
+        DraftModel(load_model(str(folder / "draft")), torch.float32),
+        samples,
+        replace(PLAN, seconds=1e9, max_steps=4, share=0.25),
+    )
+    assert len(rests) > 4  # what it is compared by on held-out sessions, too
     assert 0.0 < sum(rests) < 3600.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,9 @@ import torch
 
 from specdec.errors import InvalidRequest, VocabularyMismatch
 from specdec.learning.distillation import acceptance, divergence
-from specdec.learning.samples import Batch, Samples
+from specdec.learning.learner import Learner
+from specdec.learning.samples import Batch, Samples, batches_of
+from specdec.learning.training import TrainingPlan, train
 from specdec.learning_log import LogFacts, LoggedTurn, encode_segment
 from specdec.types import WEIGHT_TOTAL
 
@@ -57,6 +61,68 @@ def test_the_draft_that_agrees_has_no_divergence_and_no_gradient() -> None:
     assert loss.item() == pytest.approx(0.0, abs=1e-5)
     assert logits.grad is not None
     assert logits.grad.abs().max() < 1e-5
+
+
+def test_what_a_draft_has_no_word_for_counts_as_the_rest() -> None:
+    p = np.array([[0.5, 0.3, 0.15, 0.05]])
+    batch = replace(
+        batch_of(p, 3, 1.0), entry_ids=np.array([[0, 1, 2, 0]]), shares=np.array([[0.5, 0.3, 0.15, 0.0]], np.float32)
+    )
+    logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], requires_grad=True)
+    q = logits.detach().softmax(-1)[0].numpy()
+    of_p, of_q = np.array([0.5, 0.15, 0.35]), np.array([q[0], q[2], q[3]])  # the entry of no share is none
+    told = divergence(logits, batch)
+    assert told.item() == pytest.approx(float((of_p * np.log(of_p / of_q)).sum()), abs=1e-5)
+    told.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert acceptance(logits, batch).item() == pytest.approx(min(0.5, q[0]) + min(0.15, q[2]), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-3])
+def test_a_request_that_is_all_but_greedy_outweighs_no_other(temperature: float) -> None:
+    p = softmax(np.random.default_rng(0).normal(size=(7, 20)) / 0.1)
+    logits = torch.randn(7, 20, generator=torch.Generator().manual_seed(1))
+    assert divergence(logits, batch_of(p, 8, temperature)).numpy() == pytest.approx(
+        divergence(logits, batch_of(p, 8, 0.1)).numpy(), abs=1e-4
+    )
+
+
+class Two(Learner):
+    """Two depths, each with its own logits at every place."""
+
+    width = 8
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.parameters = [torch.randn(20, generator=draw).requires_grad_() for _ in range(2)]
+        self.dtypes = [torch.float32, torch.bfloat16]
+
+    def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
+        for depth, parameter in enumerate(self.parameters):
+            drafted = batch.beyond(depth)
+            yield parameter.expand(len(drafted.places), -1), drafted
+
+
+def test_every_depth_is_learned_and_judged_as_it_will_be_stored(tmp_path: Path) -> None:
+    write(tmp_path, "a", *(turn(session) for session in range(16)))
+    samples = Samples(tmp_path, "default", "words")
+    samples.learned = [replace(row, entry_ids=row.entry_ids % 20) for row in samples.learned]
+    samples.held_out = [replace(row, entry_ids=row.entry_ids % 20) for row in samples.held_out]
+    learner = Two()
+    first = [parameter.detach().clone() for parameter in learner.parameters]
+    learned = train(learner, samples, TrainingPlan(600.0, max_steps=3, learning_rate=0.05))
+    assert all(
+        (parameter - before).abs().max() > 0.01 for parameter, before in zip(learner.parameters, first, strict=True)
+    )
+    assert torch.equal(learner.parameters[1], learner.parameters[1].bfloat16().float())
+    (batch,) = batches_of(samples.held_out, 2048)
+    for figures, numbers in ((learned.before, first), (learned.after, learner.parameters)):
+        each = [
+            divergence(numbers[depth].expand(len(batch.beyond(depth).places), -1), batch.beyond(depth))
+            for depth in range(2)
+        ]
+        assert figures.kl_nats == pytest.approx(torch.cat(each).mean().item(), rel=1e-5)
 
 
 def test_of_a_greedy_target_the_choice_alone_counts() -> None:
@@ -119,7 +185,7 @@ def test_a_log_that_says_nothing_for_the_draft_is_refused_in_one_line(tmp_path: 
     write(tmp_path, "a", turn(1), turn(1))
     refused("one session alone")
     write(tmp_path, "b", turn(2))
-    refused("are of vocabulary words, the draft's of others", vocabulary="others")
+    refused("are of vocabulary words, those of what is to learn from it of others", vocabulary="others")
     refused("holds nothing of target gone, but of target", target="gone")
     write(tmp_path, "c", turn(3), facts=LogFacts("another", "words", 50))
     refused("words of another and target: name one by --target")

@@ -11,11 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.heads.factory import load_head
+from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.local_drafting import target_parts
 from specdec.learning import heads
 from specdec.learning.distillation import divergence
 from specdec.learning.heads import Head
-from specdec.learning.samples import Batch
+from specdec.learning.learner import ExitAdapter
+from specdec.learning.samples import ROW_TOKENS, Batch
 from specdec.local_drafts import LocalDraftSpec
 from tests.support.head_checkpoints import (
     as_speculators,
@@ -31,6 +33,7 @@ from tests.support.head_references import hidden_states
 from tests.support.tiny_models import build_tiny_model
 
 VOCABULARY_SIZE, WIDTH = 256, 64
+NUM_MEDUSA = 4
 ROWS = [[(7 * i * i + 3 * i) % 251 + 2 for i in range(23)], [(5 * i * i + i) % 249 + 3 for i in range(17)]]
 
 #: Layer settings, draft vocabulary, hidden states, settings of speculators.
@@ -52,7 +55,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 def written(kind: str, directory: Path) -> LocalDraftSpec:
     name, _, form = kind.partition("-")
     if name == "medusa":
-        tensors = medusa_tensors(WIDTH, VOCABULARY_SIZE)
+        tensors = medusa_tensors(WIDTH, VOCABULARY_SIZE, num_heads=NUM_MEDUSA)
         write_medusa(directory, as_vllm_medusa(tensors) if form else tensors, "model.safetensors")
     else:
         layer, draft_size, states, settings = EAGLE3_HEADS[form]
@@ -60,6 +63,10 @@ def written(kind: str, directory: Path) -> LocalDraftSpec:
         tensors = eagle3_tensors(config, len(states), extra_norms="fc_norm" in settings)
         write_eagle3(directory, as_speculators(config, states, **settings), tensors)
     return LocalDraftSpec(name, name, path=str(directory))
+
+
+def learning(spec: LocalDraftSpec, target: PreTrainedModel) -> Head:
+    return Head(spec.kind, HeadFile.read(spec.path), target, VOCABULARY_SIZE)
 
 
 def batch() -> Batch:
@@ -89,8 +96,8 @@ def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
     kind: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     spec = written(kind, tmp_path)
-    depths = list(Head(spec, target, VOCABULARY_SIZE).depths(batch()))
-    assert len(depths) == 3
+    depths = list(learning(spec, target).depths(batch()))
+    assert len(depths) == (NUM_MEDUSA if spec.kind == "medusa" else 3)
     for depth, (logits, drafted) in enumerate(depths):
         width = drafted.token_ids.shape[1]
         # A round knows a token before the one that it begins with.
@@ -104,11 +111,60 @@ def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
 def test_all_of_a_head_learns_but_its_embeddings_and_its_map_of_tokens(
     kind: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    head = Head(written(kind, tmp_path), target, VOCABULARY_SIZE)
-    sum(divergence(logits, drafted).mean() for logits, drafted in head.depths(batch())).backward()
-    still = {name for name, tensor in head.tensors.items() if tensor.grad is None or not tensor.grad.abs().max() > 0}
+    head = learning(written(kind, tmp_path), target)
+    before = {name: tensor.clone() for name, tensor in head.tensors.items()}
+    loss(head).backward()
+    with torch.no_grad():
+        for parameter in head.parameters:
+            assert parameter.grad is not None
+            assert parameter.grad.isfinite().all()
+            parameter -= parameter.grad
+    still = {name for name, tensor in head.tensors.items() if torch.equal(tensor, before[name])}
     assert still == ({"embed_tokens.weight", "d2t", "t2d"} if kind.startswith("eagle3") else set())
-    assert all(tensor.grad is None or tensor.grad.isfinite().all() for tensor in head.tensors.values())
+
+
+@pytest.mark.parametrize("kind", ["eagle3-all_tokens", "medusa"])
+def test_gradients_go_through_all_that_a_draft_is_made_of(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    """Features, keys and values of the depths before among it: along a random direction, against the difference."""
+    head = learning(written(kind, tmp_path), target)
+    loss(head).backward()
+    draw = torch.Generator().manual_seed(0)
+    directions = [torch.randn(parameter.shape, generator=draw) * parameter.std() for parameter in head.parameters]
+    slope = sum((parameter.grad * way).sum().item() for parameter, way in zip(head.parameters, directions, strict=True))
+
+    def loss_at(distance: float) -> float:
+        with torch.no_grad():
+            for parameter, way in zip(head.parameters, directions, strict=True):
+                parameter += distance * way
+            found = loss(head).item()
+            for parameter, way in zip(head.parameters, directions, strict=True):
+                parameter -= distance * way
+        return found
+
+    assert slope == pytest.approx((loss_at(2e-3) - loss_at(-2e-3)) / 4e-3, rel=0.02)
+
+
+def loss(head: Head) -> torch.Tensor:
+    return torch.stack([divergence(logits, drafted).mean() for logits, drafted in head.depths(batch())]).sum()
+
+
+def test_rows_as_long_as_samples_are_can_be_learned(target: PreTrainedModel, tmp_path: Path) -> None:
+    token_ids = np.arange(ROW_TOKENS)[None] % 250 + 2
+    places = np.arange(ROW_TOKENS - 20, ROW_TOKENS - 1)
+    long = Batch(
+        token_ids, places, np.ones(19, np.float32), token_ids[0, places + 1, None], np.ones((19, 1), np.float32)
+    )
+    for logits, drafted in learning(written("eagle3-some_tokens", tmp_path), target).depths(long):
+        assert (logits.shape, len(drafted.places)) == ((19, VOCABULARY_SIZE), 19)
+        assert not logits.isnan().any()
+
+
+def test_an_exit_of_a_padded_head_speaks_of_the_tokens_that_there_are(tmp_path: Path) -> None:
+    directory = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, padded_rows=16)
+    padded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
+    adapter = ExitAdapter(LocalDraftSpec("early-exit", "early-exit", 2), padded, VOCABULARY_SIZE)
+    ((logits, drafted),) = adapter.depths(batch())
+    assert logits.shape == (len(drafted.places), VOCABULARY_SIZE)
 
 
 def test_a_round_begun_one_position_off_would_be_seen(
@@ -118,6 +174,6 @@ def test_a_round_begun_one_position_off_would_be_seen(
     spec = written("eagle3-all_tokens", tmp_path)
     moved = heads._Rows.moved
     monkeypatch.setattr(heads._Rows, "moved", lambda rows, numbers, count: moved(rows, numbers, count + 1))
-    logits, drafted = next(iter(Head(spec, target, VOCABULARY_SIZE).depths(batch())))
+    logits, drafted = next(iter(learning(spec, target).depths(batch())))
     expected = served(target, spec, int(drafted.places[8]), 0)
     assert (logits[8].detach() - expected).abs().max() > 0.01

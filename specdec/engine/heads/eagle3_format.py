@@ -8,6 +8,7 @@ Not here: tensors and arithmetic (`eagle3`).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -90,7 +91,8 @@ def _layer_config(file: HeadFile, values: dict[str, Any]) -> LlamaConfig:
             raise refusal(f"{file.path}: its config.json says {name} {str(size)[:32]}")
     try:
         # The name alone: all that is read of it both types have.
-        layer = LlamaConfig(**{name: value for name, value in values.items() if name not in ("model_type", "dtype")})
+        named = {name: value for name, value in values.items() if name not in ("model_type", "dtype")}
+        layer = LlamaConfig(**copy.deepcopy(named))  # it writes into what is nested in there
     except Exception as error:  # it raises whatever a wrong value happens to
         raise refusal(f"{file.path}: its config.json is no layer's ({type(error).__name__})") from error
     rope_type = (layer.rope_parameters or {}).get("rope_type", "default")

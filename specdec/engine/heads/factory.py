@@ -37,10 +37,12 @@ def load_head(spec: LocalDraftSpec, target: TargetParts) -> DraftHead:
 def head_of_file(kind: str, file: HeadFile, target: TargetParts) -> DraftHead:
     """Makes a head of tensors that are there already.
 
+    Args:
+        kind: one whose weights lie in a file of their own.
+        file: with them.
+        target: that it is for.
+
     Raises:
-        Unsupported: heads of this kind have no file of their own.
         InvalidRequest: they do not fit the target; one sentence says which.
     """
-    if kind not in _OF_FILE:
-        raise Unsupported(f"a head of kind {kind} has no file of its own", field="local_draft")
     return _OF_FILE[kind](file, target)

@@ -113,7 +113,7 @@ class HeadFile:
 def _files_of(folder: Path) -> list[Path]:
     """Where a directory keeps its tensors. Safetensors are preferred: many directories hold the same weights twice."""
     for pattern in ("*.safetensors", *(f"*{suffix}" for suffix in _PICKLES)):
-        if files := sorted(folder.glob(pattern)):
+        if files := sorted(path for path in folder.glob(pattern) if path.is_file()):
             return files
     raise refusal(f"{folder} holds no head: neither *.safetensors nor *.pt, *.bin or *.pth")
 

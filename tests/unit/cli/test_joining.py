@@ -89,7 +89,6 @@ def test_a_pool_that_is_not_there_is_not_waited_for(coordinator: Serve, capsys: 
         (["--target-model", "t"], "--target-model is for what the target drafts with by itself"),
         (["--draft", "eagle3:h"], "--draft eagle3:h learns beside its target: name that by --target-model"),
         (["--draft", "early-exit:x", "--target-model", "t"], "--draft: 'early-exit:x': early-exit takes a number"),
-        (["--draft", "mtp", "--target-model", "t"], "--draft: mtp is part of the target's own checkpoint"),
         (["--draft", "medusa:h", "--target-model", "t", "--join", "p"], "a target reads its medusa when it starts"),
     ],
 )
