@@ -142,10 +142,11 @@ def test_a_head_whose_positions_are_scaled_keeps_its_configuration_and_its_finge
 ) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 256}  # fmt: skip
-    config = eagle3_config(WIDTH, VOCABULARY_SIZE, 48, rope_scaling=scaling)
-    head = write_eagle3(tmp_path / "head", config, eagle3_tensors(config, 2))
+    layer = eagle3_config(WIDTH, VOCABULARY_SIZE, 48, rope_scaling=scaling)
+    config = as_speculators(layer, [1, 2, 3])
+    head = write_eagle3(tmp_path / "head", config, eagle3_tensors(layer))
     distill(asked(folder, f"eagle3:{head}", tmp_path / "new", plan=replace(PLAN, max_steps=2)))
-    assert json.loads((tmp_path / "new" / "config.json").read_text()) == config
+    assert json.loads((tmp_path / "new" / "config.json").read_text()) == json.loads((head / "config.json").read_text())
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     served = load_head(LocalDraftSpec("eagle3", "eagle3", path=str(head)), target_parts(target, VOCABULARY_SIZE, 64))
     told = json.loads((tmp_path / "new" / "distilled.json").read_text())
