@@ -17,6 +17,7 @@ from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.heads import paged_head
 from specdec.engine.heads.paged_head import PagedHead
 from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
 from specdec.local_drafts import LocalDraftSpec
 from tests.support.model_stack import ModelStack
 
@@ -28,14 +29,15 @@ KINDS = ("eagle3", "medusa")
 GAMMA, NUM_TOKENS, NUM_PROMPTS = 4, 48, 6
 
 
-async def tokens_a_round(kind: str) -> tuple[float, list[list[int]]]:
-    """Tokens that a round of `kind` emits, and the outputs."""
+async def tokens_a_round(kind: str, backend: str = "auto") -> tuple[float, list[list[int]]]:
+    """Tokens that a round of `kind` emits, and the outputs. Heads of `eager` steps run in PyTorch, all of them."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO / "target")
     prompts = [
         tokenizer(path.read_text("utf-8")).input_ids for path in sorted((ROOT / "bench" / "prompts").glob("*.txt"))
     ]
     worker = load_worker(
         str(DEMO / "target"), device="cpu", dtype="float32", num_kv_blocks=256, num_threads=1, self_check=False,
+        compiling=CompileOptions(backend),
         local_drafts=tuple(LocalDraftSpec(name, name, path=str(DEMO / name)) for name in KINDS),
     )  # fmt: skip
     num_rounds, outputs = 0, []
@@ -71,12 +73,12 @@ async def test_a_good_heads_rounds_are_long_and_a_wrongly_run_ones_are_not(monke
     for name, injure in (("one off", one_position_off), ("approximated kept", approximated_features_kept)):
         with monkeypatch.context() as patch:
             injure(patch)
-            told[name] = await tokens_a_round("eagle3")
+            told[name] = await tokens_a_round("eagle3", backend="eager")
     print({name: round(length, 2) for name, (length, _) in told.items()})
     assert len({str(outputs) for _, outputs in told.values()}) == 1, "the output is the target's whatever drafts"
     lengths = {name: length for name, (length, _) in told.items()}
-    # What they reached when they were shipped: 1.58 and 1.25, and 1.38 and 1.13 with the injuries.
-    assert lengths["eagle3"] > 1.5
+    # What they reach: 2.27 and 1.25, and 1.67 and 1.39 with the injuries.
+    assert lengths["eagle3"] > 2.1
     assert lengths["medusa"] > 1.2
     assert lengths["one off"] < 0.92 * lengths["eagle3"]
     assert lengths["approximated kept"] < 0.85 * lengths["eagle3"]
