@@ -81,16 +81,16 @@ def distill(
     if spec is not None and not HEAD_KINDS.get(spec.kind, True):
         raise Unsupported(f"--draft: {spec} is a part of the target's own checkpoint, and is not trained")
     spoken = load_vocabulary(asked.target_model or asked.draft)
-    vocabulary = vocabulary_fingerprint(spoken)
-    samples = Samples(asked.log, asked.tenant, vocabulary, asked.target_fingerprint)
+    vocabulary, num_tokens = vocabulary_fingerprint(spoken), vocabulary_size(spoken)
+    samples = Samples(asked.log, asked.tenant, vocabulary, num_tokens, asked.target_fingerprint)
     torch.manual_seed(asked.plan.seed)
     draft: _Draft
     if spec is None:
         draft = _Model(asked.draft)
     else:
         _require_target(asked.target_model, vocabulary, samples.target_fingerprint)
-        draft = _LocalDraft(spec, asked.target_model, vocabulary_size(spoken))
-    most_tokens = _MAX_STEP_LOGITS // vocabulary_size(spoken)
+        draft = _LocalDraft(spec, asked.target_model, num_tokens)
+    most_tokens = _MAX_STEP_LOGITS // num_tokens
     plan = replace(asked.plan, batch_tokens=min(asked.plan.batch_tokens, most_tokens))
     learned = train(draft.learner, samples, plan, on_step)
     if learned.is_better:

@@ -71,21 +71,25 @@ class Batch:
 class Samples:
     """The rows of a tenant's log, as far as it has been read."""
 
-    def __init__(self, log: Path, tenant: str, vocabulary_fingerprint: str, target_fingerprint: str = "") -> None:
+    def __init__(
+        self, log: Path, tenant: str, vocabulary_fingerprint: str, num_tokens: int, target_fingerprint: str = ""
+    ) -> None:
         """
         Args:
             log: folder of the logs of all tenants.
             tenant: whose log is read.
-            vocabulary_fingerprint: of the draft.
+            vocabulary_fingerprint: of what is to learn.
+            num_tokens: that it has words for.
             target_fingerprint: of the model whose words count; "" for the only one there is.
 
         Raises:
             InvalidRequest: there is no log; or nothing of that model in it; or words of several models, and none is
                 named; or of one session alone; or a segment is damaged.
-            VocabularyMismatch: the log's tokens are not the draft's.
+            VocabularyMismatch: the log's tokens are others.
         """
         self._folder = tenant_folder(log, tenant)
-        self._vocabulary, self.target_fingerprint = vocabulary_fingerprint, target_fingerprint
+        self._vocabulary, self._num_tokens = vocabulary_fingerprint, num_tokens
+        self.target_fingerprint = target_fingerprint
         self._seen: set[str] = set()
         self.learned: list[Row] = []
         self.held_out: list[Row] = []
@@ -141,6 +145,12 @@ class Samples:
                 raise VocabularyMismatch(
                     f"--log: its tokens are of vocabulary {facts.vocabulary_fingerprint}, those of what is to learn "
                     f"from it of {self._vocabulary}"
+                )
+            if facts.vocabulary_size > self._num_tokens:
+                raise InvalidRequest(
+                    f"--log: {self._folder} speaks of {facts.vocabulary_size} tokens, and its vocabulary has "
+                    f"{self._num_tokens}",
+                    field="log",
                 )
         return [turn for _, turns in own for turn in turns]
 

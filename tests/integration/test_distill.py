@@ -77,7 +77,7 @@ async def test_a_new_version_is_nearer_to_its_target_and_serves_the_same_text(fo
 
 
 def test_a_draft_does_not_gain_from_distributions_of_other_contexts(folder: Path) -> None:
-    samples = Samples(folder / "log", "default", vocabulary_fingerprint(load_vocabulary(folder / "draft")))
+    samples = Samples(folder / "log", "default", vocabulary_fingerprint(load_vocabulary(folder / "draft")), 64)
     dice = np.random.default_rng(0)
     samples.learned = [replace(row, token_ids=dice.permutation(row.token_ids)) for row in samples.learned]
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def test_a_training_that_stood_still_rests_for_what_it_computed_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped in the middle of a step, or starved by others: an hour of the clock's, and next to nothing computed."""
-    samples = Samples(folder / "log", "default", vocabulary_fingerprint(load_vocabulary(folder / "draft")))
+    samples = Samples(folder / "log", "default", vocabulary_fingerprint(load_vocabulary(folder / "draft")), 64)
     now_s, rests = [1000.0], list[float]()
     step = training._step
 

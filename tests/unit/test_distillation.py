@@ -106,7 +106,7 @@ class Two(Learner):
 
 def test_every_depth_is_learned_and_judged_as_it_will_be_stored(tmp_path: Path) -> None:
     write(tmp_path, "a", *(turn(session) for session in range(16)))
-    samples = Samples(tmp_path, "default", "words")
+    samples = Samples(tmp_path, "default", "words", 50)
     samples.learned = [replace(row, entry_ids=row.entry_ids % 20) for row in samples.learned]
     samples.held_out = [replace(row, entry_ids=row.entry_ids % 20) for row in samples.held_out]
     learner = Two()
@@ -151,7 +151,7 @@ def write(log: Path, name: str, *turns: LoggedTurn, facts: LogFacts = FACTS) -> 
 
 def test_a_long_turn_becomes_rows_that_begin_where_the_one_before_ended(tmp_path: Path) -> None:
     write(tmp_path, "a", turn(1), turn(2, num_tokens=1500, start=100))
-    samples = Samples(tmp_path, "default", "words")
+    samples = Samples(tmp_path, "default", "words", 50)
     assert [row.token_ids.tolist() for row in samples.held_out] == [[0, 1, 2, 3, 4, 5]]
     long = np.arange(1500) % 40
     assert sum(row.num_learned for row in samples.learned) == 1400
@@ -164,7 +164,7 @@ def test_a_long_turn_becomes_rows_that_begin_where_the_one_before_ended(tmp_path
 
 def test_what_is_logged_later_is_taken_in_and_held_out_sessions_stay_held_out(tmp_path: Path) -> None:
     write(tmp_path, "a", *(turn(session) for session in range(16)))
-    samples = Samples(tmp_path, "default", "words")
+    samples = Samples(tmp_path, "default", "words", 50)
     assert (len(samples.held_out), len(samples.learned)) == (2, 14)
     write(tmp_path, "b", turn(0), turn(9), turn(99))
     write(tmp_path, "c", turn(5), facts=LogFacts("another", "words", 50))
@@ -176,7 +176,7 @@ def test_what_is_logged_later_is_taken_in_and_held_out_sessions_stay_held_out(tm
 def test_a_log_that_says_nothing_for_the_draft_is_refused_in_one_line(tmp_path: Path) -> None:
     def refused(words: str, target: str = "", vocabulary: str = "words") -> None:
         with pytest.raises((InvalidRequest, VocabularyMismatch), match=words) as caught:
-            Samples(tmp_path, "default", vocabulary, target)
+            Samples(tmp_path, "default", vocabulary, 50, target)
         assert "\n" not in str(caught.value)
 
     refused("there is no learning log in")
@@ -189,6 +189,9 @@ def test_a_log_that_says_nothing_for_the_draft_is_refused_in_one_line(tmp_path: 
     refused("holds nothing of target gone, but of target", target="gone")
     write(tmp_path, "c", turn(3), facts=LogFacts("another", "words", 50))
     refused("words of another and target: name one by --target")
-    Samples(tmp_path, "default", "words", "target")
+    Samples(tmp_path, "default", "words", 50, "target")
+    write(tmp_path, "c", turn(3), facts=LogFacts("target", "words", 51))
+    refused("speaks of 51 tokens, and its vocabulary has 50")
+    write(tmp_path, "c", turn(3))
     (tmp_path / "tenant-default" / "d.safetensors").write_bytes(b"\x80\x04.")
     refused(r"d\.safetensors is no segment of a learning log", target="target")
