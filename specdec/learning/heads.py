@@ -57,15 +57,15 @@ class Head(Learner):
         """What stands beside its tensors; {} where nothing does."""
         self.width = width_of(target)
         self._parts = replace(target_parts(target, vocabulary_size, ROW_TOKENS), project=_LearnedProjection)
-        head_of_file(kind, HeadFile(file.path, file.config, dict(file.tensors)), self._parts)  # is it one, and finite?
+        # Whether it is one, and of finite numbers: once, before they move.
+        head = head_of_file(kind, HeadFile(file.path, file.config, dict(file.tensors)), self._parts)
+        self._num_depths = MAX_DEPTHS if head.kv_layers else head.max_draft_tokens
         self._tensors = {name: _learned(name, tensor) for name, tensor in file.tensors.items()}
         self._stored_as = {name: tensor.dtype for name, tensor in file.tensors.items()}
         learned = [name for name, tensor in self._tensors.items() if tensor.requires_grad]
         self.parameters = [self._tensors[name] for name in learned]
         self.dtypes = [self._stored_as[name] for name in learned]
         self._seen: tuple[object, list[torch.Tensor]] = (None, [])
-        head = self._made()
-        self._num_depths = MAX_DEPTHS if head.kv_layers else head.max_draft_tokens
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
