@@ -25,15 +25,18 @@ class MessageReader:
 
     def read(self) -> str | None:
         """The next message, or None at the end of input. Ctrl-C discards what has been typed of it."""
-        while True:
+        is_over = False
+        while not is_over:
             try:
-                return self._read_message()
-            except EOFError:
-                if self.is_terminal:
-                    print()
-                return None
-            except KeyboardInterrupt:
+                try:
+                    return self._read_message()
+                except EOFError:
+                    is_over = True
+                    if self.is_terminal:
+                        print()
+            except KeyboardInterrupt:  # perhaps kept since before Ctrl-D: readline misses one just after its prompt
                 print()
+        return None
 
     def _read_message(self) -> str:
         line = self._read_line("> ")

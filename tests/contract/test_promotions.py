@@ -31,7 +31,7 @@ async def store(store_url: str) -> AsyncIterator[RedisSessionStore]:
 async def ask(canary: Canary, generator: np.random.Generator, count: int, *, slower: float = 0.0) -> None:
     """So many requests, of sessions of their own; the pool's make `slower` fewer log tokens a second."""
     for _ in range(count):
-        pool = canary.pool_of(secrets.token_hex(8))
+        pool = canary.pool_of(generator.bytes(8).hex())
         rate = exp(generator.normal(4.0 - (slower if pool else 0.0), SPREAD))
         canary.observe(pool, 100, 100 / rate)
 
