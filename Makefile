@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## make .venv with everything installed and the specdec command in it
 
-demo: setup  ## see it work: three services, a coloured stream, target-only speed beside it
+demo: setup  ## see it work: three services, a coloured stream, the speed of each kind of draft
 	@$(BIN)/python examples/demo.py
 
 # Without what it asks for, llama.cpp compiled for its own use among it: the package is here for the file in it.

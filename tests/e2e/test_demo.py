@@ -11,16 +11,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_demo_streams_both_ways_prints_both_speeds_and_leaves_nothing_behind() -> None:
+def test_the_demo_streams_a_text_makes_it_in_every_way_and_leaves_nothing_behind() -> None:
     environ = {**os.environ, "NO_COLOR": "1", "SPECDEC_DEMO_RUN": str(os.getpid())}
     result = subprocess.run(
         [sys.executable, "examples/demo.py"], capture_output=True, text=True, cwd=ROOT, env=environ, check=False
     )
     assert result.returncode == 0, result.stderr
-    speeds = re.search(r"speculative ([\d.]+) tokens/s +target-only ([\d.]+) tokens/s", result.stdout)
-    assert speeds is not None, result.stdout
-    assert min(float(speed) for speed in speeds.groups()) > 0
-    assert "Both texts are the same, token for token." in result.stdout
+    rows = re.findall(r"^(\S+) +([\d.]+) +(\d+) +([\d.]+)x ", result.stdout, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["target-only", "code", "eagle3", "suffix"], result.stdout
+    tokens_a_round = {name: float(tokens) for name, tokens, *_ in rows}
+    assert tokens_a_round.pop("target-only") == 1.0
+    assert min(tokens_a_round.values()) > 2.0
+    assert all(int(rate) > 0 for _, _, rate, _ in rows)
+    assert "All texts are the same, token for token." in result.stdout
     assert "\x1b[" not in result.stdout, "colour was asked not to be used"
     assert not processes_marked(f"SPECDEC_DEMO_RUN={os.getpid()}")
 
