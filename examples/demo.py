@@ -52,7 +52,8 @@ def show(endpoint: str) -> int:
     with Client(endpoint) as client:
         for way in WAYS:  # the first pass of a process is slower; let no side pay for it
             complete(client, way)
-        print(f"\nDrafted by one process, verified by another, decided by a third.  {writer.legend()}\n{PROMPT}", end="")
+        print(f"\nDrafted by one process, verified by another, decided by a third.  {writer.legend()}\n")
+        print(PROMPT, end="", flush=True)
         options = WAYS[1].options
         streamed = print_answer(client, writer, PROMPT, max_new_tokens=MAX_NEW_TOKENS, **options)
         print(f"\n\n{closing_line(streamed)}\n\nThe same {NUM_TURNS} times more, by turns:\n", flush=True)
