@@ -3,7 +3,7 @@
 Whoever writes such a file runs code as whoever loads it, so only one is used that nobody but root and this user can
 have written, in a folder where nobody else can put another in its place. Each ends with a digest of itself, because
 damaged machine code would be run too. Not here: what is in a file and what it is called. Called by
-`specdec.engine.native.library`, `specdec.engine.native.prebuilt` and `specdec.engine.compiled.graph_package`; their
+`specdec.engine.kernels.library`, `specdec.engine.kernels.prebuilt` and `specdec.engine.compiled.graph_package`; their
 folder is `specdec.gguf`'s too.
 """
 

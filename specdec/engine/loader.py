@@ -27,6 +27,7 @@ from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.captured.row_products import RowProjection, require_kernel
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
+from specdec.engine.kernels.library import load_library
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch import AttentionKind
@@ -71,7 +72,6 @@ from specdec.engine.model.projection import (
 from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.model.thread_choice import settle_threads
-from specdec.engine.native.library import load_library
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.local_drafts import LocalDraftSpec

@@ -64,7 +64,8 @@ ALLOWED = {
     ENGINE + "gguf_conversion": {ENGINE + "gguf_positions"},
     ENGINE + "sessions": {"specdec.core"},
     ENGINE + "schedule": {"specdec.core"},
-    ENGINE + "logits": {"specdec.core"},
+    ENGINE + "kernels": {ENGINE + "kept_files"},
+    ENGINE + "logits": {"specdec.core", ENGINE + "kernels"},
     ENGINE + "model": {ENGINE + room for room in ("base", "large_pages")},
     ENGINE + "heads": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "loop": {"specdec.core",
@@ -73,11 +74,12 @@ ALLOWED = {
     ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
-    ENGINE + "native": {ENGINE + room for room in ("base", "kept_files", "large_pages", "model")},
+    ENGINE + "native": {ENGINE + room for room in ("base", "large_pages", "model")},
     ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
     ENGINE + "parallel": {"specdec.core", *(ENGINE + room for room in ("base", "cold_tier", "model"))},
     ENGINE + "loader": {
-        ENGINE + room for room in ("base", "local_drafting", "model", "compiled", "captured", "native")
+        ENGINE + room
+        for room in ("base", "kernels", "local_drafting", "model", "compiled", "captured", "native")
     },
     # The coordinator, from the front door inwards.
     "coordinator.__main__": {"coordinator", *LIBRARY},

@@ -15,16 +15,19 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specdec.core.reference import coupled_choice
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.kernels.library import load_library
+from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from specdec.engine.loader import load_worker
+from specdec.engine.logits import kernel_choices
 from specdec.engine.model.options import CompileOptions
-from specdec.engine.native.library import load_library
-from specdec.engine.native.prebuilt import prebuilt_libraries
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
@@ -129,6 +132,22 @@ def test_a_row_has_the_same_bits_in_any_company_on_processors_with_narrower_vect
     for dtype in ("float32", "int8"):
         alone, together = (load(path, kept_in=tmp_path / "kept", dtype=dtype) for _ in range(2))
         assert torch.equal(token_by_token(alone, 0), run(together, piece(0, 0, LENGTHS[0])))
+    check_coupled_choices()
+
+
+def check_coupled_choices() -> None:
+    """Those of the kernels that were loaded last are the reference's, in rows that end within a vector too."""
+    rng = np.random.default_rng(1)
+    for num_tokens in (1, 3, 16, 1001):
+        laws = rng.dirichlet(np.ones(num_tokens), size=8) ** rng.uniform(0.0, 3.0, (8, 1))
+        laws *= rng.random(laws.shape) < rng.uniform(0.1, 1.0, (8, 1))
+        laws[:, -1] += 1e-3
+        laws /= laws.sum(axis=-1, keepdims=True)
+        seeds, turns, positions = [*range(7), (1 << 64) - 1], [0, 1] * 4, [*range(100, 108)]
+        choices = kernel_choices.coupled_choices(torch.tensor(laws), seeds, turns, positions)
+        assert choices is not None
+        expected = [coupled_choice(*of_row) for of_row in zip(laws, seeds, turns, positions, strict=True)]
+        assert choices.tolist() == expected
 
 
 @needs_x86()
@@ -292,7 +311,7 @@ def test_a_compiler_that_does_not_run_is_as_none(
 
 LOADING = (
     "import sys; from pathlib import Path\n"
-    "from specdec.engine.native.library import load_library\n"
+    "from specdec.engine.kernels.library import load_library\n"
     "assert load_library(Path(sys.argv[1])).specdec_panel() > 0\n"
 )
 
@@ -337,8 +356,8 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an image's build leaves: the package with its kernels compiled beforehand."""
     package = tmp_path_factory.mktemp("image") / "specdec"
     shutil.copytree(ROOT / "specdec", package, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
-    prebuilt = package / "engine" / "native" / "prebuilt"
-    subprocess.run([sys.executable, "-m", "specdec.engine.native", str(prebuilt)], check=True, cwd=ROOT)
+    prebuilt = package / "engine" / "kernels" / "prebuilt"
+    subprocess.run([sys.executable, "-m", "specdec.engine.kernels", str(prebuilt)], check=True, cwd=ROOT)
     return package
 
 
@@ -359,13 +378,13 @@ def test_kernels_compiled_beforehand_need_neither_compiler_nor_cache(carried: Pa
 def test_kernels_compiled_beforehand_that_do_not_fit_are_not_loaded(carried: Path, tmp_path: Path, harm: str) -> None:
     package = tmp_path / "specdec"
     shutil.copytree(carried, package)
-    for library in (package / "engine" / "native" / "prebuilt").iterdir():
+    for library in (package / "engine" / "kernels" / "prebuilt").iterdir():
         if harm == "damaged":
             library.write_bytes(library.read_bytes()[:-1])
         elif harm == "written by others":
             library.chmod(0o777)
     if harm == "of another source":
-        with (package / "engine" / "native" / "step.cpp").open("a") as source:
+        with (package / "engine" / "kernels" / "step.cpp").open("a") as source:
             source.write("// changed\n")
     done = load_without_compiler(package, tmp_path / "kept")
     assert "C++ compiler" in done.stderr
@@ -375,11 +394,12 @@ def test_kernels_compiled_beforehand_that_do_not_fit_are_not_loaded(carried: Pat
 def test_every_kind_of_kernels_that_runs_here_computes_the_same(
     directory: Path, carried: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    libraries = list(prebuilt_libraries(carried / "engine" / "native" / "prebuilt"))
+    libraries = list(prebuilt_libraries(carried / "engine" / "kernels" / "prebuilt"))
     assert libraries
     expected = run(load(directory, dtype=dtype), piece(1, 0, 3))
     for path in libraries:
-        monkeypatch.setattr("specdec.engine.native.library.prebuilt_libraries", partial(iter, [path]))
+        monkeypatch.setattr("specdec.engine.kernels.library.prebuilt_libraries", partial(iter, [path]))
         load_library.cache_clear()
         torch.testing.assert_close(run(load(directory, dtype=dtype), piece(1, 0, 3)), expected, atol=2e-4, rtol=2e-4)
+        check_coupled_choices()
     load_library.cache_clear()

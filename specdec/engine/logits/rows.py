@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_likeliest
+from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.filters import likeliest, row_and_column
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.types import DistributionRow, LogitRow, Support, TokenIds
@@ -150,6 +151,9 @@ def coupled_choices(
     Returns:
         The chosen ids and their probabilities.
     """
+    choices = kernel_choices.coupled_choices(distributions, seeds, turns, positions)
+    if choices is not None:
+        return choices.tolist(), distributions.numpy()[np.arange(len(choices)), choices].tolist()
     keys = noise_keys(seeds, turns, positions, distributions.device)
     rows, ids = _possible_winners(distributions, keys)
     entries = to_host(rows, ids, _entry_scores(distributions, keys, rows, ids), distributions[rows, ids])

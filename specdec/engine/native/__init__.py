@@ -1,1 +1,1 @@
-"""Kernels of our own for Llama-shaped models on a CPU, compiled on the machine that runs them."""
+"""Llama-shaped models on a CPU, run by kernels of our own."""

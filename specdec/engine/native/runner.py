@@ -1,8 +1,9 @@
 """A worker whose steps are one call into the compiled kernels.
 
-It lays weights out as the kernels read them and a plan as the arrays they take (`layout.h`); what a step computes
-stands in `step.cpp`. Weights that a shorter format holds exactly are kept in it (`weight_formats`). Only Llama-shaped
-models that calculate in float32, on a CPU (`NativeRunner.fits`). Called by `engine.loader`.
+It lays weights out as the kernels read them and a plan as the arrays they take (`engine/kernels/layout.h`); what a step
+computes stands in `step.cpp` beside that. Weights that a shorter format holds exactly are kept in it
+(`weight_formats`). Only Llama-shaped models that calculate in float32, on a CPU (`NativeRunner.fits`). Called by
+`engine.loader`.
 """
 
 from __future__ import annotations

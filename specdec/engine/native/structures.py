@@ -1,4 +1,4 @@
-"""The structures that the kernels take, field by field as in `layout.h`, which says what each is.
+"""The structures that the kernels take, field by field as in `kernels/layout.h`, which says what each is.
 
 Nothing is laid out here. Called by `specdec.engine.native.runner`.
 """

@@ -9,6 +9,8 @@ import torch
 from specdec.core.random import DrawKey, gumbel_noise
 from specdec.core.reference import coupled_choice, cut_support, distribution_row
 from specdec.core.sparse import default_s_max, draw_from_support, integer_weights
+from specdec.engine.kernels.library import load_library
+from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports, distribution_rows, logit_rows
 from specdec.types import WEIGHT_TOTAL
 
@@ -110,6 +112,15 @@ def test_torch_bonus_rows_equal_the_reference_among_other_rows() -> None:
         assert (row.tail_token_id, row.tail_probability) == (expected.tail_token_id, expected.tail_probability)
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def by_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the native kernels choose, or PyTorch where a process has none."""
+    library = load_library(None) if request.param == "kernels" else None
+    monkeypatch.setattr(kernel_choices, "loaded_library", lambda: library)
+    return library is not None
+
+
+@pytest.mark.usefixtures("by_kernels")
 def test_torch_coupled_choices_equal_the_reference() -> None:
     laws = np.stack([zipf(4001, exponent, seed) for seed, exponent in enumerate((0.0, 0.5, 1.0, 1.5, 8.0))])
     laws[2, ::3] = 0.0
@@ -123,6 +134,7 @@ def test_torch_coupled_choices_equal_the_reference() -> None:
             assert probabilities[row] == laws[row, choice]
 
 
+@pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("num_tokens", [1, 2, 17, 40_000])
 @pytest.mark.parametrize("share_kept", [1.0, 0.4, 0.01])
 def test_torch_coupled_choices_equal_the_reference_at_any_width(num_tokens: int, share_kept: float) -> None:
@@ -138,9 +150,9 @@ def test_torch_coupled_choices_equal_the_reference_at_any_width(num_tokens: int,
     scores = coupled_scores(torch.tensor(laws), seeds, turns, positions)
     assert scores.argmax(dim=-1).tolist() == choices
     for row, law in enumerate(laws):
-        noise = gumbel_noise(seeds[row], turns[row], positions[row], np.arange(num_tokens, dtype=np.uint32))
+        added = gumbel_noise(seeds[row], turns[row], positions[row], np.arange(num_tokens, dtype=np.uint32))
         with np.errstate(divide="ignore"):
-            np.testing.assert_allclose(scores[row], np.log(law) + noise, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(scores[row], np.log(law) + added, rtol=1e-12, atol=1e-12)
 
 
 def test_logit_rows_are_the_raw_logits() -> None:

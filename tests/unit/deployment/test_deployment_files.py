@@ -166,7 +166,7 @@ def test_no_file_names_the_host_of_a_package_index() -> None:
 
 def test_the_images_of_replicas_compile_their_kernels_from_the_files_that_are_there_by_then(tmp_path: Path) -> None:
     dockerfile = (ROOT / DOCKERFILES["target"]).read_text()
-    before, command, after = dockerfile.partition("RUN python -m specdec.engine.native ")
+    before, command, after = dockerfile.partition("RUN python -m specdec.engine.kernels ")
     for names in re.findall(r"^COPY (.*)$", before, re.MULTILINE):
         *sources, destination = names.split()
         for source in sources:

@@ -1,17 +1,17 @@
-"""Compiles the kernels for an image: `python -m specdec.engine.native DIRECTORY`. Called by Dockerfiles."""
+"""Compiles the kernels for an image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from specdec.engine.native.prebuilt import prebuild
+from specdec.engine.kernels.prebuilt import prebuild
 from specdec.errors import SpecdecError
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        print("usage: python -m specdec.engine.native DIRECTORY", file=sys.stderr)
+        print("usage: python -m specdec.engine.kernels DIRECTORY", file=sys.stderr)
         return 2
     try:
         paths = prebuild(Path(arguments[0]))

@@ -3,7 +3,8 @@
 What is compiled here is kept in a cache directory under a digest of all sources, the compiler and the processor, so
 that only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A
 kept library that is damaged or that others could have written is compiled again (`engine.kept_files`). Nothing of the
-models is known here. Called by `specdec.engine.native.runner`.
+models is known here. Called by `specdec.engine.loader`; what is loaded then serves
+`specdec.engine.logits.kernel_choices` too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ import tempfile
 from pathlib import Path
 
 from specdec.engine import kept_files
-from specdec.engine.native.compiler import compile_library, compiler_version, find_compiler, source_digest
-from specdec.engine.native.prebuilt import prebuilt_libraries
+from specdec.engine.kernels.compiler import compile_library, compiler_version, find_compiler, source_digest
+from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
 
 _ARCHITECTURE = ("-march=native",)
+
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def loaded_library() -> ctypes.CDLL | None:
+    """The kernels, for those whom they only make quicker; None where this process has not loaded them."""
+    return _loaded[-1] if _loaded else None
 
 
 @functools.cache
@@ -78,7 +87,11 @@ def _load(path: Path) -> ctypes.CDLL:
     for width in (library.specdec_panel, library.specdec_max_queries, library.specdec_group):
         width.restype = ctypes.c_int64
     library.specdec_fits.argtypes = [ctypes.c_int64] * 2
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.specdec_coupled_choices.argtypes = [pointer, number, number, pointer, pointer, ctypes.c_int]
+    library.specdec_coupled_choices.restype = None
     library.specdec_step.restype = library.specdec_draft.restype = None  # their arguments are `runner`'s structures
+    _loaded.append(library)
     return library
 
 

@@ -1,6 +1,6 @@
 """Kernels compiled beforehand, one library for each kind of processor, for images that carry no compiler.
 
-    python -m specdec.engine.native DIRECTORY    # writes them; needs g++
+    python -m specdec.engine.kernels DIRECTORY    # writes them; needs g++
 
 They are found in `prebuilt/` beside this file, where an image's build puts them; a checkout has none. Kinds are as
 coarse as what the kernels tell apart: the width of vectors, and the instruction for bytes. Not here: kernels for the
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.engine import kept_files
-from specdec.engine.native.compiler import compile_library, find_compiler, source_digest
+from specdec.engine.kernels.compiler import compile_library, find_compiler, source_digest
 
 _DIRECTORY = Path(__file__).with_name("prebuilt")
 

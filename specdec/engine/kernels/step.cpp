@@ -14,6 +14,7 @@
 // thread; with OpenMP its loops are shared among `num_threads`.
 
 #include "draft_head.h"
+#include "noise.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -74,5 +75,13 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
 void specdec_draft(const DraftHead* head, const Batch* batch, int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     draft(*head, *batch, batch->scores + omp_get_thread_num() * MAX_QUERIES * batch->scores_width);
+}
+
+// Rows of probabilities, one after the other, each with a key: the token that wins each.
+void specdec_coupled_choices(const double* masses, int64_t num_rows, int64_t num_tokens, const NoiseKey* keys,
+                             int64_t* choices, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
+    for (int64_t row = 0; row < num_rows; ++row)
+        choices[row] = coupled_choice(masses + row * num_tokens, num_tokens, keys[row]);
 }
 }

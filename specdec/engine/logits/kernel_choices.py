@@ -1,0 +1,36 @@
+"""Coupled choices by the kernels, where this process has them: the winner of 262,144 tokens in a millisecond.
+
+Not here: what a coupled choice is, and what makes it elsewhere (`rows`, which alone calls this).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specdec.core.random import seed_words
+from specdec.engine.kernels.library import loaded_library
+
+
+def coupled_choices(
+    distributions: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
+) -> NDArray[np.int64] | None:
+    """The chosen ids, int64 [R]; arguments as in `specdec.engine.logits.rows.coupled_choices`.
+
+    Scores are the C library's logarithms: they may differ from PyTorch's and NumPy's in the last bit, as those do from
+    each other. None where this process has no kernels, or they are not for that device.
+    """
+    library = loaded_library()
+    if library is None or distributions.device.type != "cpu":
+        return None
+    masses = distributions.contiguous()
+    keys = [(*seed_words(seed), turn, position) for seed, turn, position in zip(seeds, turns, positions, strict=True)]
+    of_rows = np.array(keys, dtype=np.uint32)  # as `NoiseKey` in `kernels/noise.h`
+    choices = np.empty(len(of_rows), dtype=np.int64)
+    library.specdec_coupled_choices(
+        masses.data_ptr(), *masses.shape, of_rows.ctypes.data, choices.ctypes.data, torch.get_num_threads()
+    )
+    return choices
