@@ -43,6 +43,7 @@ LOCAL = {
     "medusa": f"medusa:{DEMO / 'medusa'}",
 }
 NUM_SCORED_PROMPTS = 16
+SCORE_PATIENCE_S = 30.0
 
 Triple = tuple[list[int], list[int], list[int]]
 
@@ -133,6 +134,7 @@ def _scores(row: partial, quick: bool) -> list[Row]:
             with progress("scored drafts", len(prompts) * (1 + len(names))) as advance:
                 for index, prompt in enumerate(prompts):
                     system.run(prompt, task=f"p{index}", **options)
+                    _await_scores(system, names, index + 1)  # a target scores what it drafts with while it is idle
                     advance()
                 scores = _settled_scores(system, names, len(prompts))
                 used = {}
@@ -152,16 +154,28 @@ def _scores(row: partial, quick: bool) -> list[Row]:
     return rows
 
 
+def _alphas(system: RunningSystem, names: list[str]) -> dict[str, dict[str, float]]:
+    """By pool and class, where measured."""
+    pools = {pool.name: pool for pool in system.client.info().pools}
+    return {
+        name: {route.request_class: route.alpha for route in pools[name].routes if route.alpha is not None}
+        for name in names
+    }
+
+
+def _await_scores(system: RunningSystem, names: list[str], num_classes: int) -> None:
+    """Returns once every pool has been heard of so many classes."""
+    until_s = time.monotonic() + SCORE_PATIENCE_S
+    while not all(len(of_pool) >= num_classes for of_pool in _alphas(system, names).values()):
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"after {SCORE_PATIENCE_S:.0f} s of idleness pools lack scores of a prompt")
+        time.sleep(0.2)
+
+
 def _settled_scores(system: RunningSystem, names: list[str], num_prompts: int) -> dict[str, float]:
-    """Mean alpha over the prompts, each a class of its own, once all of them are scored and nothing moves any more."""
+    """Mean alpha over the prompts, each a class of its own, once nothing moves any more."""
     before: dict[str, dict[str, float]] = {}
-    while True:
-        pools = {pool.name: pool for pool in system.client.info().pools}
-        alphas = {
-            name: {route.request_class: route.alpha for route in pools[name].routes if route.alpha is not None}
-            for name in names
-        }
-        if alphas == before and all(len(of_pool) == num_prompts for of_pool in alphas.values()):
-            return {name: float(np.mean(list(of_pool.values()))) for name, of_pool in alphas.items()}
+    while (alphas := _alphas(system, names)) != before:
         before = alphas
         time.sleep(3.0)
+    return {name: sum(of_pool.values()) / num_prompts for name, of_pool in alphas.items()}

@@ -8,7 +8,7 @@ say. Decided between two rounds, from what was committed (docs/protocol.md secti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from coordinator.requests import RequestStats
@@ -24,6 +24,9 @@ from specdec.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPositio
 
 #: Spans shorter than this are not worth a call.
 LEAST_SPAN_TOKENS = 8
+
+#: Output tokens that a trial goes on for: the pool that it interrupts has the rest of the span, to be compared.
+TRIAL_TOKENS = MAX_SCORED_TOKENS // 3
 
 #: Another pool must finish the rest in so much of the time.
 WORTH_LEAVING = 0.85
@@ -50,6 +53,10 @@ class RequestRoute:
         """Whether its speed says something of the pool that is being promoted."""
         self._outgrown: set[str] = set()
         """Pools whose context the session is beyond."""
+        self._home = ""
+        """The pool that a trial interrupts."""
+        self._trial_end = 0
+        """Tokens of the session at which it is over."""
         self._own: dict[str, Acceptance] = {}
         self._has_news = False
         self._is_first_span = True
@@ -75,7 +82,14 @@ class RequestRoute:
             pool: of the last one.
             limit: tokens that may still come.
         """
-        if self._promoted or not self._has_news:
+        if self._promoted:
+            return pool
+        if self._home:
+            return self._end_trial() if len(self._tokens) >= self._trial_end else pool
+        if limit > 2 * TRIAL_TOKENS and (tried := self._routes.trial(self.request_class, {pool, *self._outgrown})):
+            self._home, self._trial_end = pool, len(self._tokens) + TRIAL_TOKENS
+            return tried
+        if not self._has_news:
             return pool
         self._has_news = False
         context = len(self._tokens)
@@ -92,6 +106,11 @@ class RequestRoute:
                 best, least_s = other, rest / rate + prefill_s
         return best
 
+    def _end_trial(self) -> str:
+        """Returns the pool that it interrupted, "" where there is no trial."""
+        home, self._home = self._home, ""
+        return home
+
     def leave(self, pool: str, *, for_good: bool) -> str:
         """The pool to go on with where the present one gives nothing: another one, where there is any.
 
@@ -100,6 +119,7 @@ class RequestRoute:
             for_good: the session is beyond its context, or its target has no such drafts.
         """
         self._is_compared = False
+        self._end_trial()
         if for_good:
             self._outgrown.add(pool)
         return self._routes.best_of(self.request_class, {*self._outgrown, pool}) or pool
@@ -135,9 +155,13 @@ class RequestRoute:
         if not used.keys() <= set(scored):
             used = {}  # tokens that were found in text are the easy ones: a model that drafted the rest is scored, too
         unused = tuple(pool for pool in scored if pool not in used)
-        if len(p) < LEAST_SPAN_TOKENS or not unused or len(scored) < 2 or start > MAX_CONTEXT_TOKENS:
+        if len(p) < LEAST_SPAN_TOKENS or len(scored) < 2:
             return
         rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}
+        if not unused or start > MAX_CONTEXT_TOKENS:
+            if len(rounds) > 1:
+                self._learn(rounds, (), start)
+            return
         all_tokens = self._tokens.tail(0)
         request = ScoreRequest(self._position(all_tokens[:start]), all_tokens[start : start + len(p)])
         num_new = start + len(p) if self._is_first_span and self._setting.turn == 0 else None
@@ -148,7 +172,7 @@ class RequestRoute:
                 tuple(p),
                 unused,
                 on_scored=partial(self._take, rounds, p, num_new),
-                on_end=partial(self._learn, rounds, start),
+                on_end=partial(self._learn, rounds, unused, start),
             )
         )
 
@@ -158,8 +182,8 @@ class RequestRoute:
         self._routes.observe_times(pool, score, num_new)
         rounds[pool] = expected_rounds(rounds_of(score, p))
 
-    def _learn(self, rounds: dict[str, ExpectedRounds], context: int) -> None:
-        self._routes.observe_span(self.request_class, rounds, context)
+    def _learn(self, rounds: dict[str, ExpectedRounds], asked: Collection[str], context: int) -> None:
+        self._routes.observe_span(self.request_class, rounds, asked, context)
         for pool, expected in rounds.items():
             own = self._own.setdefault(pool, Acceptance(SESSION_KEEP))
             own.add(expected.tested, expected.accepted, SESSION_KEEP)

@@ -2,8 +2,9 @@
 
 Of each class and pool: acceptance, of the rounds that it drafted and of scores where it did not; of each class: the
 weights of its pools, moved by what each would have made of the same tokens. A rate is what gamma is chosen by, with the
-class's acceptance and the pool's own times, or those that its replicas tell while nobody uses it. Requests are never
-spent on trying a pool.
+class's acceptance and the pool's own times, or those that its replicas tell while nobody uses it. No request is spent
+on trying a draft model. What a target drafts with by itself costs no prefill, and a target that is always needed never
+scores it: such a pool gets a few rounds of a request.
 
 Not here: one request's course (`request_route`), the calls (`coordinator.routing.scoring`). One for a coordinator, used
 from one event loop.
@@ -30,6 +31,9 @@ from specdec.types import Mode, SamplingFilters, Score, TokenIds
 _SPAN_KEEP = 0.97
 _ROUND_KEEP = 0.995
 
+#: How often a class tries a pool that could not be scored.
+MAX_TRIALS = 3
+
 #: Of a position of which nothing is known.
 _MIDDLING_ALPHA = 0.7
 
@@ -40,6 +44,9 @@ class _PoolInClass:
     def __init__(self) -> None:
         self.acceptance = Acceptance(_SPAN_KEEP)
         self.num_rounds = 0.0
+        self.was_unheard = False
+        """Whether it was to score the newest span and could not."""
+        self.num_trials = 0
 
 
 class _Class:
@@ -107,6 +114,18 @@ class Routes:
         hedge = self._of(request_class).hedge
         return max((pool for pool in self.candidates() if pool not in excluded), key=hedge.weight, default="")
 
+    def trial(self, request_class: str, excluded: Collection[str]) -> str:
+        """A pool to try for a few rounds, beside those: one that targets draft in by themselves and could not score the
+        class's newest span; "" where there is none. Each answer counts as a trial."""
+        of_pools = self._of(request_class).pools
+        for pool in self._pools.local_pools:
+            record = of_pools[pool]
+            if pool not in excluded and record.was_unheard and record.num_trials < MAX_TRIALS:
+                record.was_unheard = False
+                record.num_trials += 1
+                return pool
+        return ""
+
     def rate(self, request_class: str, pool: str, context: float, own: Acceptance | None = None) -> float | None:
         """Tokens a second that a stream makes with a pool, as predicted; None while that cannot be told.
 
@@ -137,9 +156,20 @@ class Routes:
             record.num_rounds *= _ROUND_KEEP
         of_class.pools[pool].num_rounds += 1.0
 
-    def observe_span(self, request_class: str, rounds: Mapping[str, ExpectedRounds], context: float) -> None:
-        """Learns from a span of tokens what each pool's rounds over it were, or would have been."""
+    def observe_span(
+        self, request_class: str, rounds: Mapping[str, ExpectedRounds], asked: Collection[str], context: float
+    ) -> None:
+        """Learns from a span of tokens what each pool's rounds over it were, or would have been.
+
+        Args:
+            request_class: of its request.
+            rounds: of the pools that drafted some of it, and of those that scored it.
+            asked: the pools that were to score it.
+            context: tokens before it.
+        """
         of_class = self._of(request_class)
+        for pool in asked:
+            of_class.pools[pool].was_unheard = pool not in rounds
         goodputs = {}
         for pool, expected in rounds.items():
             of_class.pools[pool].acceptance.add(expected.tested, expected.accepted, _SPAN_KEEP)

@@ -8,7 +8,9 @@ import grpc
 import numpy as np
 import pytest
 
+from coordinator.round.routes import MAX_TRIALS
 from coordinator.routing.classes import MAX_CLASSES
+from specdec.errors import ResourceExhausted
 from specdec.rpc.status import from_rpc_error
 from specdec.types import SCORED_GAMMA
 from specdec.v1 import coordinator_pb2 as pb
@@ -297,6 +299,44 @@ async def test_requests_go_to_what_the_target_drafts_with_where_that_makes_more_
             seen.append(pools)
         assert seen[-2:] == [{"all"}, {"all"}], seen
         assert seen[0] <= {"model"}
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+async def test_what_a_target_drafts_with_that_never_has_time_to_score_it_is_tried(has_model: bool) -> None:
+    async with Rig(drafts=0, local_drafts={"early-exit": 1, "all": 0}) as rig:
+        never_idle(rig)
+        if has_model:
+            await add_drafts(rig, model=None)
+        coordinator = await rig.coordinator(routes=True)
+        expected = rig.target.worker.greedy_continuation(LEFT, 100)
+        seen: list[set[str]] = []
+        while len(seen) < 60 and seen[-2:] != [{"all"}, {"all"}]:
+            output, pools = await ask(coordinator, task="left", gamma=4, max_new_tokens=len(expected))
+            assert output.token_ids == expected
+            seen.append(pools)
+        assert seen[-2:] == [{"all"}, {"all"}], seen
+
+
+async def test_no_more_than_a_few_requests_try_what_does_not_pay() -> None:
+    async with Rig(drafts=0, local_drafts={"worse": 1}) as rig:
+        never_idle(rig)
+        await add_drafts(rig, model=LEFT[0])
+        coordinator = await rig.coordinator(routes=True)
+        used = []
+        for _ in range(8):
+            output, _ = await ask(coordinator, task="left", gamma=4, max_new_tokens=120)
+            used.append({detail.draft_pool for detail in output.details})
+        assert sum("worse" in pools for pools in used) in range(1, MAX_TRIALS + 1)
+        assert "worse" not in used[0] | used[-1]
+
+
+def never_idle(rig: Rig) -> None:
+    """The target is needed by others whenever it is to score."""
+
+    async def score(asked: Any) -> Any:
+        raise ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
+
+    rig.target.engine.score = score  # type: ignore[method-assign]
 
 
 async def test_where_targets_alone_draft_they_are_routed_to_and_compared() -> None:
