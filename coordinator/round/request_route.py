@@ -152,9 +152,13 @@ class RequestRoute:
         start, p, used = self._start, self._p[:MAX_SCORED_TOKENS], self._used
         self._start, self._p, self._used = len(self._tokens) - before, [], {}
         scored = self._routes.scored()
-        if not used.keys() <= set(scored):
-            used = {}  # tokens that were found in text are the easy ones: a model that drafted the rest is scored, too
-        unused = tuple(pool for pool in scored if pool not in used)
+        # Tokens that were found in text are the easy ones: what drafted the rest is compared with others that did, or
+        # scored like those that drafted nothing.
+        was_found = not used.keys() <= set(scored)
+        used = {pool: counts for pool, counts in used.items() if pool in scored}
+        if was_found and len(used) < 2:
+            used = {}
+        unused = () if was_found and used else tuple(pool for pool in scored if pool not in used)
         if len(p) < LEAST_SPAN_TOKENS or len(scored) < 2:
             return
         rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}

@@ -317,6 +317,24 @@ async def test_what_a_target_drafts_with_that_never_has_time_to_score_it_is_trie
         assert seen[-2:] == [{"all"}, {"all"}], seen
 
 
+async def test_a_trial_counts_beside_drafts_that_are_found_in_text() -> None:
+    async with Rig(drafts=0, local_drafts={"all": 0}) as rig:
+        never_idle(rig)
+        await add_drafts(rig, model=None)
+        coordinator = await rig.coordinator(routes=True, lookup=("suffix",))
+        seen: set[str] = set()
+        for index in range(6):
+            prompt = (*LEFT, index)
+            await ask(coordinator, prompt, task="short", gamma=4, max_new_tokens=30)  # what the next one finds
+            output, pools = await ask(coordinator, prompt, task="left", gamma=4, max_new_tokens=100)
+            assert output.token_ids == rig.target.worker.greedy_continuation(prompt, 100)
+            seen |= pools
+        assert {"suffix", "all"} <= seen
+        (route,) = (route for name, route in (await routes_of(coordinator))["all"].items() if name.startswith("left"))
+        assert route.is_chosen
+        assert route.alpha == pytest.approx(1.0)
+
+
 async def test_no_more_than_a_few_requests_try_what_does_not_pay() -> None:
     async with Rig(drafts=0, local_drafts={"worse": 1}) as rig:
         never_idle(rig)
