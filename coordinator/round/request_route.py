@@ -55,6 +55,8 @@ class RequestRoute:
         """Pools whose context the session is beyond."""
         self._home = ""
         """The pool that a trial interrupts."""
+        self._tried: set[str] = set()
+        """Pools that the span has a trial of."""
         self._trial_end = 0
         """Tokens of the session at which it is over."""
         self._own: dict[str, Acceptance] = {}
@@ -88,6 +90,7 @@ class RequestRoute:
             return self._end_trial() if len(self._tokens) >= self._trial_end else pool
         if limit > 2 * TRIAL_TOKENS and (tried := self._routes.trial(self.request_class, {pool, *self._outgrown})):
             self._home, self._trial_end = pool, len(self._tokens) + TRIAL_TOKENS
+            self._tried.add(tried)
             return tried
         if not self._has_news:
             return pool
@@ -152,18 +155,19 @@ class RequestRoute:
         start, p, used = self._start, self._p[:MAX_SCORED_TOKENS], self._used
         self._start, self._p, self._used = len(self._tokens) - before, [], {}
         scored = self._routes.scored()
-        # Tokens that were found in text are the easy ones: what drafted the rest is compared with others that did, or
-        # scored like those that drafted nothing.
+        # Tokens that were found in text are the easy ones: what drafted the rest is scored like those that drafted
+        # nothing. A trial counts as it was, beside nobody who had the whole span.
         was_found = not used.keys() <= set(scored)
         used = {pool: counts for pool, counts in used.items() if pool in scored}
-        if was_found and len(used) < 2:
+        if was_found and not (self._tried & used.keys()):
             used = {}
+        self._tried.clear()
         unused = () if was_found and used else tuple(pool for pool in scored if pool not in used)
         if len(p) < LEAST_SPAN_TOKENS or len(scored) < 2:
             return
         rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}
         if not unused or start > MAX_CONTEXT_TOKENS:
-            if len(rounds) > 1:
+            if rounds:
                 self._learn(rounds, (), start)
             return
         all_tokens = self._tokens.tail(0)
