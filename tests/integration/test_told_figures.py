@@ -73,4 +73,6 @@ async def test_a_pool_tells_alpha_once_a_token_was_tested_and_gamma_once_it_was_
         assert pool.alpha == 1.0
         assert not pool.HasField("gamma")  # the caller chose it
         await coordinator.generate(request(gamma=None))
-        assert 0 < (await draft_pool(coordinator)).gamma <= 8
+        pool = await draft_pool(coordinator)
+        assert pool.HasField("gamma")
+        assert 0 <= pool.gamma <= 8  # 0 where a busy machine's first rounds did not pay
