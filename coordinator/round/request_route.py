@@ -53,8 +53,8 @@ class RequestRoute:
         """Whether its speed says something of the pool that is being promoted."""
         self._outgrown: set[str] = set()
         """Pools whose context the session is beyond."""
-        self._home = ""
-        """The pool that a trial interrupts."""
+        self._home, self._trial = "", ""
+        """The pool that a trial interrupts, and the one that is tried; "" while there is none."""
         self._tried: set[str] = set()
         """Pools that the span has a trial of."""
         self._trial_end = 0
@@ -88,10 +88,13 @@ class RequestRoute:
             return pool
         if self._home:
             return self._end_trial() if len(self._tokens) >= self._trial_end else pool
-        if limit > 2 * TRIAL_TOKENS and (tried := self._routes.trial(self.request_class, {pool, *self._outgrown})):
-            self._home, self._trial_end = pool, len(self._tokens) + TRIAL_TOKENS
-            self._tried.add(tried)
-            return tried
+        if limit > 2 * TRIAL_TOKENS and not self._tried:
+            tried = self._routes.trial(self.request_class, {pool, *self._outgrown})
+            if tried:
+                self._home, self._trial, self._trial_end = pool, tried, len(self._tokens) + TRIAL_TOKENS
+                self._tried.add(tried)
+                self._is_compared = False  # its speed is not only its own pool's
+                return tried
         if not self._has_news:
             return pool
         self._has_news = False
@@ -111,7 +114,7 @@ class RequestRoute:
 
     def _end_trial(self) -> str:
         """Returns the pool that it interrupted, "" where there is no trial."""
-        home, self._home = self._home, ""
+        home, self._home, self._trial = self._home, "", ""
         return home
 
     def leave(self, pool: str, *, for_good: bool) -> str:
@@ -122,9 +125,11 @@ class RequestRoute:
             for_good: the session is beyond its context, or its target has no such drafts.
         """
         self._is_compared = False
-        self._end_trial()
+        home = self._end_trial()
         if for_good:
             self._outgrown.add(pool)
+        if home and home not in self._outgrown and home in self._routes.candidates():
+            return home
         return self._routes.best_of(self.request_class, {*self._outgrown, pool}) or pool
 
     def note(self, outcome: RoundOutcome, num_committed: int) -> None:
@@ -161,13 +166,14 @@ class RequestRoute:
         used = {pool: counts for pool, counts in used.items() if pool in scored}
         if was_found and not (self._tried & used.keys()):
             used = {}
-        self._tried.clear()
+        has_trial = bool(self._tried & used.keys())
+        self._tried = {self._trial} - {""}
         unused = () if was_found and used else tuple(pool for pool in scored if pool not in used)
         if len(p) < LEAST_SPAN_TOKENS or len(scored) < 2:
             return
         rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}
         if not unused or start > MAX_CONTEXT_TOKENS:
-            if rounds:
+            if len(rounds) > 1 or has_trial:  # alone it would be compared with what others showed elsewhere
                 self._learn(rounds, (), start)
             return
         all_tokens = self._tokens.tail(0)

@@ -49,10 +49,9 @@ class RoutedDrafts:
         if self._missing_cause in _GONE:
             following = self._route.leave(pool, for_good=self._is_targets_own or self._missing_cause == _OUTGROWN)
         else:
-            following = self._route.next_pool(pool, limit)
+            following = self._route.next_pool(pool, limit if self.chooser.most(limit) else 0)
         if following and following != pool:
             self._replicas.draft_pool = following
-            self._replicas.forget_draft()
             if following not in self._made:
                 self._made[following] = self._drafts_of(following)
         answer = await self._drafts.propose(round_id, limit, committed_len, wire)

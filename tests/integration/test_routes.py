@@ -335,6 +335,17 @@ async def test_a_trial_counts_beside_drafts_that_are_found_in_text() -> None:
         assert route.alpha == pytest.approx(1.0)
 
 
+async def test_requests_that_want_no_draft_spend_no_trial() -> None:
+    async with Rig(drafts=0, local_drafts={"all": 0}) as rig:
+        never_idle(rig)
+        await add_drafts(rig, model=None)
+        coordinator = await rig.coordinator(routes=True)
+        for _ in range(MAX_TRIALS + 2):
+            await ask(coordinator, task="left", gamma=0, max_new_tokens=100)
+        _, pools = await ask(coordinator, task="left", gamma=4, max_new_tokens=100)
+        assert "all" in pools
+
+
 async def test_no_more_than_a_few_requests_try_what_does_not_pay() -> None:
     async with Rig(drafts=0, local_drafts={"worse": 1}) as rig:
         never_idle(rig)

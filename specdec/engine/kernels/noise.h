@@ -47,7 +47,9 @@ inline bool has_any(Places comparison) {
 #elif defined(__AVX2__)
     return !_mm256_testz_si256((__m256i)comparison, (__m256i)comparison);
 #else
-    return (comparison[0] | comparison[1]) != 0;
+    int64_t any = 0;
+    for (int lane = 0; lane < WORDS; ++lane) any |= comparison[lane];
+    return any != 0;
 #endif
 }
 

@@ -21,16 +21,18 @@ def coupled_choices(
     """The chosen ids, int64 [R]; arguments as in `specdec.engine.logits.rows.coupled_choices`.
 
     Scores are the C library's logarithms: they may differ from PyTorch's and NumPy's in the last bit, as those do from
-    each other. None where this process has no kernels, or they are not for that device.
+    each other. None where this process has no kernels, or they are not for that; the caller then finds out why.
     """
     library = loaded_library()
-    if library is None or distributions.device.type != "cpu":
+    if library is None or distributions.device.type != "cpu" or distributions.dtype != torch.float64:
         return None
     masses = distributions.contiguous()
     keys = [(*seed_words(seed), turn, position) for seed, turn, position in zip(seeds, turns, positions, strict=True)]
-    of_rows = np.array(keys, dtype=np.uint32)  # as `NoiseKey` in `kernels/noise.h`
+    if len(keys) != len(masses):
+        return None
+    of_rows = np.array(keys, dtype=np.uint32).reshape(-1, 4)  # as `NoiseKey` in `kernels/noise.h`
     choices = np.empty(len(of_rows), dtype=np.int64)
     library.specdec_coupled_choices(
         masses.data_ptr(), *masses.shape, of_rows.ctypes.data, choices.ctypes.data, torch.get_num_threads()
     )
-    return choices
+    return choices if (choices >= 0).all() else None  # a row without mass has no winner

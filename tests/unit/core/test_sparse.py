@@ -155,6 +155,29 @@ def test_torch_coupled_choices_equal_the_reference_at_any_width(num_tokens: int,
             np.testing.assert_allclose(scores[row], np.log(law) + added, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("num_tokens", [3, 500, 262_147])
+def test_a_coupled_choice_finds_the_one_token_that_leads_all_others_by_a_billionth(num_tokens: int) -> None:
+    """Masses as small as the noise is large: every bit of the noise's numbers, and of its keys, decides."""
+    rng = np.random.default_rng(num_tokens)
+    for _ in range(1 if num_tokens > 1000 else 40):
+        seed, turn, position = (int(rng.integers(1 << 63)), *(int(rng.integers(1 << 31)) for _ in range(2)))
+        law = np.exp(-gumbel_noise(seed, turn, position, np.arange(num_tokens, dtype=np.uint32)))
+        law /= law.sum()
+        winner = int(rng.integers(num_tokens))
+        law[winner] *= 1 + 1e-9
+        assert coupled_choices(torch.tensor(law[None]), [seed], [turn], [position])[0] == [winner]
+
+
+def test_kernels_leave_what_they_cannot_choose_from_to_others() -> None:
+    load_library(None)
+    law = torch.full((2, 4), 0.25, dtype=torch.float64)
+    assert kernel_choices.coupled_choices(law, [1, 2], [0, 0], [0, 0]) is not None
+    assert kernel_choices.coupled_choices(law.float(), [1, 2], [0, 0], [0, 0]) is None
+    assert kernel_choices.coupled_choices(law, [1], [0], [0]) is None
+    assert kernel_choices.coupled_choices(torch.zeros_like(law), [1, 2], [0, 0], [0, 0]) is None
+
+
 def test_logit_rows_are_the_raw_logits() -> None:
     logits = np.array([[1.0, 3.0, 3.0, -np.inf], [0.0, -1.0, 2.0, -np.inf]], dtype=np.float32)
     supports = [np.array([0, 2], dtype=np.uint32), np.empty(0, dtype=np.uint32)]
