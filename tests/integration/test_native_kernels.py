@@ -119,7 +119,7 @@ def needs_x86(*features: str) -> pytest.MarkDecorator:
         # By default GCC does not fuse a sum's only chain of products here, and does where there are several.
         pytest.param("znver3", marks=needs_x86("avx2", "fma")),
         # Wide vectors without the instructions for integers in them.
-        pytest.param("sandybridge", marks=needs_x86("avx")),
+        pytest.param("sandybridge", marks=[needs_x86("avx"), pytest.mark.full]),
         pytest.param("x86-64", marks=[needs_x86(), pytest.mark.full]),
     ],
 )
