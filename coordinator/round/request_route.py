@@ -164,9 +164,9 @@ class RequestRoute:
         # nothing. A trial counts as it was, beside nobody who had the whole span.
         was_found = not used.keys() <= set(scored)
         used = {pool: counts for pool, counts in used.items() if pool in scored}
-        if was_found and not (self._tried & used.keys()):
-            used = {}
         has_trial = bool(self._tried & used.keys())
+        if was_found and not has_trial:
+            used = {}
         self._tried = {self._trial} - {""}
         unused = () if was_found and used else tuple(pool for pool in scored if pool not in used)
         if len(p) < LEAST_SPAN_TOKENS or len(scored) < 2:

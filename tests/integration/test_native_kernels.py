@@ -15,21 +15,19 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specdec.core.reference import coupled_choice
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from specdec.engine.loader import load_worker
-from specdec.engine.logits import kernel_choices
 from specdec.engine.model.options import CompileOptions
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
+from tests.support.choice_checks import check_coupled_choices
 from tests.support.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,21 +133,6 @@ def test_a_row_has_the_same_bits_in_any_company_on_processors_with_narrower_vect
         alone, together = (load(path, kept_in=tmp_path / "kept", dtype=dtype) for _ in range(2))
         assert torch.equal(token_by_token(alone, 0), run(together, piece(0, 0, LENGTHS[0])))
     check_coupled_choices()
-
-
-def check_coupled_choices() -> None:
-    """Those of the kernels that were loaded last are the reference's, in rows that end within a vector too."""
-    rng = np.random.default_rng(1)
-    for num_tokens in (1, 3, 16, 1001):
-        laws = rng.dirichlet(np.ones(num_tokens), size=8) ** rng.uniform(0.0, 3.0, (8, 1))
-        laws *= rng.random(laws.shape) < rng.uniform(0.1, 1.0, (8, 1))
-        laws[:, -1] += 1e-3
-        laws /= laws.sum(axis=-1, keepdims=True)
-        seeds, turns, positions = [*range(7), (1 << 64) - 1], [0, 1] * 4, [*range(100, 108)]
-        choices = kernel_choices.coupled_choices(torch.tensor(laws), seeds, turns, positions)
-        assert choices is not None
-        expected = [coupled_choice(*of_row) for of_row in zip(laws, seeds, turns, positions, strict=True)]
-        assert choices.tolist() == expected
 
 
 @needs_x86()

@@ -22,7 +22,7 @@ typedef double Doubles __attribute__((vector_size(WORDS * 8)));
 constexpr uint32_t MULTIPLIERS[2] = {0xD2511F53, 0xCD9E8D57};
 constexpr uint32_t KEY_STEPS[2] = {0x9E3779B9, 0xBB67AE85};
 constexpr uint64_t COUPLED = 5;  // specdec.core.random.Stream.COUPLED
-constexpr double SLACK = 1e-9;   // relative, for rounding here and at the caller's
+constexpr double SLACK = 1e-9;   // relative, for rounding
 
 // What noise is keyed by, beside the token.
 struct NoiseKey {
