@@ -9,6 +9,7 @@ lies behind, KV, blocks and the cold tier, knows own tokens alone. Not here: dra
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import replace
 from itertools import count
@@ -172,6 +173,10 @@ class TranslatedProposer(ReplicaEngine):
         )
         score: Score = await self._engine_loop.call(call)
         return score
+
+    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
+        """None: sessions' translated tokens belong to the service's own event loop."""
+        return None
 
     async def release(self, session_ids: list[str]) -> None:
         """Forgets sessions and frees their KV. Idempotent; unknown ids are fine."""

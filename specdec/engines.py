@@ -9,6 +9,7 @@ Not here: any implementation, and what engines are made of (`specdec.engine.base
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
@@ -18,7 +19,7 @@ SIMULATED_PREFIX = "simulated:"
 
 
 class Engine(Protocol):
-    """What does not depend on the role. Safe to call from one asyncio loop, any number of calls at once."""
+    """What does not depend on the role. Safe to call from any number of asyncio loops, any number of calls at once."""
 
     async def warm_up(self) -> None:
         """Runs what the first real call would find cold, and keeps nothing of it."""
@@ -46,6 +47,13 @@ class Engine(Protocol):
     @property
     def is_stalled(self) -> bool:
         """Whether the device hangs: calls fail with Unavailable (REPLICA_UNAVAILABLE) until its step ends."""
+        ...
+
+    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of the thread that runs the steps, in which calls may be made as well; None: it has none.
+
+        It stands still while a step runs, and is closed when the engine is.
+        """
         ...
 
     async def wait_ended(self) -> None:

@@ -348,3 +348,5 @@ class EngineInfo:
     """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""
     lane: str = ""
     """Name of an abstract Unix socket on its machine that takes the same frames; "": none."""
+    device_lane: str = ""
+    """Name of another, which the device's own thread reads between two steps; "": none."""

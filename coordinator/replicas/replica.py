@@ -158,7 +158,7 @@ class Replica(Generic[LinkT]):
                 self.model,
             )
         self.info = info
-        self.link.lane = info.lane
+        self.link.lane, self.link.device_lane = info.lane, info.device_lane
         self.is_alive = True
         self._new_sessions = 0
         self._complaint = ""

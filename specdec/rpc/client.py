@@ -15,7 +15,8 @@ coordinator, and by tests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +40,9 @@ from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
+
+#: Calls in a row that found no other one pending, until the link takes it that they come one at a time.
+CALLS_ALONE = 8
 
 #: Tag and length of an item in its frame.
 _FRAME_OVERHEAD_BYTES = 16
@@ -64,6 +68,10 @@ def _check_num_items(count: int) -> None:
         raise DecodeError(f"{count} items; the limit is {MAX_FRAME_ITEMS}")
 
 
+def _open_ones(streams: dict[str, LinkStream]) -> dict[str, LinkStream]:
+    return {model: stream for model, stream in streams.items() if not stream.closed}
+
+
 class _Link(Generic[RequestT, ReplyT]):
     """What both links share. Use from one event loop; any number of calls at once."""
 
@@ -80,12 +88,18 @@ class _Link(Generic[RequestT, ReplyT]):
         self._channel: grpc.aio.Channel | None = None
         self._streams: dict[str, LinkStream] = {}
         """By the model they are meant for."""
+        self._device_streams: dict[str, LinkStream] = {}
+        """The same, over the device lane."""
+        self._num_alone = 0
         self._closed = False
         self.on_meeting: Callable[[str], None] = lambda incarnation: None
         """Told, once a stream, the incarnation of the process that answers it."""
         self.lane = ""
         """Name of the replica's lane, by its own word; "" where it has none."""
-        self._lost_lane = ""
+        self.device_lane = ""
+        """Of the one that the device's own thread reads: for calls that come one at a time, because nothing is read
+        while a step runs."""
+        self._lost_lanes: set[str] = set()
         self.heard_at = 0.0
         """When the replica last answered a streamed call, also one that nobody waited for any more: by the event
         loop's clock, 0 before the first."""
@@ -111,7 +125,7 @@ class _Link(Generic[RequestT, ReplyT]):
     async def _ask(
         self, request: RequestT, wire: WireCount | None, *, model: str, patience: Patience | None = None
     ) -> ReplyT:
-        stream = self._open_stream(model)
+        stream = self._choose_stream(model)
         call_id = stream.next_call_id()
         item = self._encode(request, call_id).SerializeToString()
         if len(item) + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
@@ -134,26 +148,36 @@ class _Link(Generic[RequestT, ReplyT]):
         _check_num_items(len(items))
         return [(self._reply_type.FromString(item), len(item)) for item in items]
 
-    def _open_stream(self, model: str) -> LinkStream:
-        stream = self._streams.get(model)
-        if stream is not None and not stream.is_lane and stream.oldest_pending is None and self._has_lane():
-            stream.break_off(f"{self.address}: the replica has a lane")
+    def _every_stream(self) -> Iterator[LinkStream]:
+        return itertools.chain(self._streams.values(), self._device_streams.values())
+
+    def _choose_stream(self, model: str) -> LinkStream:
+        self._num_alone = self._num_alone + 1 if self.oldest_pending is None else 0
+        if self._num_alone < CALLS_ALONE or not self._has_lane(self.device_lane):
+            return self._open_stream(model)
+        stream = self._device_streams.get(model)
         if stream is None or stream.closed:
-            self._streams = {meant: other for meant, other in self._streams.items() if not other.closed}
-            stream = self._streams[model] = self._open_lane(model) or self._open_grpc(model)
+            self._device_streams = _open_ones(self._device_streams)
+            stream = self._device_streams[model] = self._open_lane(self.device_lane, model)
         return stream
 
-    def _has_lane(self) -> bool:
+    def _open_stream(self, model: str) -> LinkStream:
+        stream = self._streams.get(model)
+        if stream is not None and not stream.is_lane and stream.oldest_pending is None and self._has_lane(self.lane):
+            stream.break_off(f"{self.address}: the replica has a lane")
+        if stream is None or stream.closed:
+            self._streams = _open_ones(self._streams)
+            has_lane = self._has_lane(self.lane)
+            stream = self._streams[model] = self._open_lane(self.lane, model) if has_lane else self._open_grpc(model)
+        return stream
+
+    def _has_lane(self, name: str) -> bool:
         """Whether the replica has a lane that can be used and was not lost before."""
-        return not self._closed and self.lane != self._lost_lane and is_name(self.lane)
+        return not self._closed and name not in self._lost_lanes and is_name(name)
 
-    def _open_lane(self, model: str) -> LinkStream | None:
-        if not self._has_lane():
-            return None
-        name = self.lane
-
+    def _open_lane(self, name: str, model: str) -> LinkStream:
         def note_lost() -> None:
-            self._lost_lane = name
+            self._lost_lanes = {name, *self._lost_lanes} & {self.lane, self.device_lane}
 
         meet = partial(self._meet, model)
         return LaneStream(name, model, self._items_of, self._decode, self.address, meet, note_lost)
@@ -176,12 +200,12 @@ class _Link(Generic[RequestT, ReplyT]):
     @property
     def oldest_pending(self) -> object:
         """The streamed call that has waited longest, by identity; None where none waits."""
-        waiting = (stream.oldest_pending for stream in self._streams.values())
+        waiting = (stream.oldest_pending for stream in self._every_stream())
         return next((call for call in waiting if call is not None), None)
 
     def break_off(self, reason: str) -> None:
         """Fails every streamed call that is pending with Unavailable, at once; the next one opens another stream."""
-        for stream in self._streams.values():
+        for stream in self._every_stream():
             stream.break_off(reason)
 
     async def info(self) -> EngineInfo:
@@ -242,7 +266,7 @@ class _Link(Generic[RequestT, ReplyT]):
     async def close(self) -> None:
         """Fails what is pending with Unavailable and hangs up. Idempotent; the link cannot be used afterwards."""
         self._closed = True
-        for stream in self._streams.values():
+        for stream in self._every_stream():
             await stream.close()
         if self._channel is not None:
             await self._channel.close()

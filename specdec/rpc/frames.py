@@ -29,7 +29,7 @@ _ITEMS_A_TURN = 128
 
 
 class FrameServer:
-    """Answers items on any number of streams of one service. Use from one event loop."""
+    """Answers items on any number of streams of one service: gRPC's, on the service's event loop, and lanes'."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class FrameServer:
             self.forget_drain(stream.wake.set)
 
     def watch_drain(self, tell: Callable[[], None]) -> None:
-        """`tell` is called when the service begins to drain."""
+        """`tell` is called, on the service's event loop, when the service begins to drain."""
         self._drain_watchers.add(tell)
 
     def forget_drain(self, tell: Callable[[], None]) -> None:

@@ -7,7 +7,9 @@ Not here: what an item means (the servicers), how its answer is made and counted
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class LaneServer:
-    """Serves one service's frames on a Unix socket. Use from one event loop."""
+    """Serves one service's frames on a Unix socket. Use from one event loop, but for `cut`."""
 
     def __init__(
         self, frames: FrameServer, frame_type: type[Message], info: Callable[[], EngineInfo], max_frame_bytes: int
@@ -57,16 +59,18 @@ class LaneServer:
         self._max_frame_bytes = max_frame_bytes
         self.name = ""
         """Of the lane, as it is told; "" where none is open."""
-        self._server: asyncio.AbstractServer | None = None
+        self._server: asyncio.Server | None = None
         self._lanes: set[_Lane] = set()
+        self._event_loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         """Opens the socket. Where there can be none, the service goes without."""
         name = new_name()
         if not name:
             return
+        self._event_loop = asyncio.get_running_loop()
         try:
-            self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Lane(self), socket_path(name))
+            self._server = await self._event_loop.create_unix_server(lambda: _Lane(self), socket_path(name))
         except OSError as error:
             _log.warning("no lane beside gRPC: %s", error)
         else:
@@ -78,6 +82,21 @@ class LaneServer:
             self._server.close()
         if self._lanes and grace_s > 0.0:
             await asyncio.wait([lane.over for lane in self._lanes], timeout=grace_s)
+        self._hang_up()
+
+    def cut(self) -> None:
+        """Hangs up on everybody and takes nobody any more, at once, whatever the event loop is doing. Any thread."""
+        if self._server is None or self._event_loop is None:
+            return
+        for end in [*self._server.sockets, *(lane.socket for lane in list(self._lanes))]:
+            with contextlib.suppress(OSError):  # the other end was quicker
+                end.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, and all in it
+            self._event_loop.call_soon_threadsafe(self._hang_up)
+
+    def _hang_up(self) -> None:
+        if self._server is not None:
+            self._server.close()
         for lane in list(self._lanes):
             lane.hang_up()
 
@@ -98,24 +117,34 @@ class _Lane(asyncio.Protocol):
         """Whether the caller does not read what it is written."""
         self.over: asyncio.Future[None] = self._loop.create_future()
 
+    @property
+    def socket(self) -> Any:
+        assert self._transport is not None
+        return self._transport.get_extra_info("socket")
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if not is_of_this_user(transport.get_extra_info("socket")):
+        if not is_of_this_user(self.socket):
             self._refuse("this lane is another user's")
             return
         if len(self._server._lanes) >= MAX_LANES:
             self._refuse(f"{MAX_LANES} lanes are open")
             return
         self._server._lanes.add(self)
-        self._server._frames.watch_drain(self._kick)
+        self._server._frames.watch_drain(self._note_drain)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server._lanes.discard(self)
-        self._server._frames.forget_drain(self._kick)
+        self._server._frames.forget_drain(self._note_drain)
         for task in self._in_flight:
             task.cancel()
         self.over.set_result(None)
+
+    def _note_drain(self) -> None:
+        """The service drains, whichever its event loop is."""
+        with contextlib.suppress(RuntimeError):  # this one is closed
+            self._loop.call_soon_threadsafe(self._kick)
 
     def pause_writing(self) -> None:
         self._is_full = True

@@ -8,10 +8,12 @@ Not here: which messages travel and what the engine is asked (a service's `servi
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -20,6 +22,7 @@ from specdec.engines import Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
+from specdec.rpc.device_lane import DeviceLane
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import meet_caller
 from specdec.rpc.lane_server import LaneServer
@@ -71,28 +74,47 @@ class ReplicaServicer:
             items_of=items_of, answer=self._count_answer, reply_type=reply_type, frame_of=frame_of
         )
         self._request_type = request_type
-        self._lanes: LaneServer | None = None
+        self._lane: LaneServer | None = None
+        self._device_lane: DeviceLane | None = None
 
     def info(self) -> EngineInfo:
         """What the replica is now; draining from `drain` on."""
         engine_info = self._served.info()
         draining = engine_info.draining or self._frames.draining
-        lane = "" if self._lanes is None else self._lanes.name
-        return replace(engine_info, draining=draining, incarnation=self._incarnation, lane=lane)
+        return replace(
+            engine_info,
+            draining=draining,
+            incarnation=self._incarnation,
+            lane="" if self._lane is None else self._lane.name,
+            device_lane="" if self._device_lane is None else self._device_lane.name,
+        )
 
     def drain(self) -> None:
         """Refuses new calls with DRAINING; streams end once what is in flight is answered."""
         self._frames.drain()
 
-    async def open_lane(self, max_frame_bytes: int) -> None:
-        """Takes frames over a Unix socket, too, which `info` names from now on."""
-        self._lanes = LaneServer(self._frames, self._request_type, self.info, max_frame_bytes)
-        await self._lanes.start()
+    async def open_lanes(self, max_frame_bytes: int) -> None:
+        """Takes frames over Unix sockets, too, which `info` names from now on."""
+        make_lane = partial(LaneServer, self._frames, self._request_type, self.info, max_frame_bytes)
+        self._lane = make_lane()
+        await self._lane.start()
+        device_loop = self._served.share_event_loop()
+        if device_loop is not None:
+            self._device_lane = DeviceLane(device_loop, make_lane)
+            await self._device_lane.open()
 
-    async def close_lane(self, grace_s: float) -> None:
-        """Ends what `open_lane` began; calls in flight have so long to end. Idempotent."""
-        if self._lanes is not None:
-            await self._lanes.stop(grace_s)
+    async def note_stalled(self, is_stalled: bool) -> None:
+        """The engine's device hangs, or does no more."""
+        if self._device_lane is not None and is_stalled:
+            self._device_lane.cut()
+        elif self._device_lane is not None and not self._frames.draining:
+            await self._device_lane.open()
+
+    async def close_lanes(self, grace_s: float) -> None:
+        """Ends what `open_lanes` began; calls in flight have so long to end. Idempotent."""
+        ends = [lane.stop(grace_s) for lane in (self._lane,) if lane is not None]
+        ends += [lane.close(grace_s) for lane in (self._device_lane,) if lane is not None]
+        await asyncio.gather(*ends)
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serves one stream of calls, unless it was meant for another model than this replica's."""

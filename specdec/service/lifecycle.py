@@ -47,9 +47,11 @@ class Servicer(Protocol):
 
     def drain(self) -> None: ...
 
-    async def open_lane(self, max_frame_bytes: int) -> None: ...
+    async def open_lanes(self, max_frame_bytes: int) -> None: ...
 
-    async def close_lane(self, grace_s: float) -> None: ...
+    async def note_stalled(self, is_stalled: bool) -> None: ...
+
+    async def close_lanes(self, grace_s: float) -> None: ...
 
 
 class Registration(Protocol):
@@ -126,8 +128,8 @@ async def run_replica(
         _log.info("warming up")
         await engine.warm_up()
         if settings.lane == "on":
-            await servicer.open_lane(settings.max_message_bytes)
-            ending.push_async_callback(servicer.close_lane, 0.0)
+            await servicer.open_lanes(settings.max_message_bytes)
+            ending.push_async_callback(servicer.close_lanes, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         await server.set_serving()
         registration = register(address=address) if register is not None else None
@@ -137,7 +139,7 @@ async def run_replica(
         _log.info("listening", extra={"address": server.address, "advertised": address})
         if note_serving is not None:
             note_serving()
-        follower = asyncio.create_task(_follow_device(engine, server, registration))
+        follower = asyncio.create_task(follow_device(engine, server, servicer, registration))
         try:
             await _until(stop, engine)
         finally:
@@ -147,7 +149,7 @@ async def run_replica(
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
         servicer.drain()
         await _announce(registration)
-        await asyncio.gather(server.stop(settings.drain_grace_s), servicer.close_lane(settings.drain_grace_s))
+        await asyncio.gather(server.stop(settings.drain_grace_s), servicer.close_lanes(settings.drain_grace_s))
     _log.info("stopped")
 
 
@@ -164,13 +166,16 @@ async def _until(stop: asyncio.Event, engine: Engine) -> None:
         await asyncio.wait({stopper, watcher})
 
 
-async def _follow_device(engine: Engine, server: ServiceServer, registration: Registration | None) -> None:
+async def follow_device(
+    engine: Engine, server: ServiceServer, servicer: Servicer, registration: Registration | None
+) -> None:
     """Says NOT_SERVING while the engine's device hangs, and SERVING again; until cancelled."""
     was_stalled = False
     while True:
         await asyncio.sleep(_DEVICE_LOOK_S)
         if engine.is_stalled != was_stalled:
             was_stalled = not was_stalled
+            await servicer.note_stalled(was_stalled)
             await (server.set_not_serving() if was_stalled else server.set_serving())
             await _announce(registration)
 

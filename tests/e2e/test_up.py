@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from specdec.cli.processes import free_ports
 from specdec.client import Client
 from specdec.errors import InvalidRequest
-from specdec.rpc.client import TargetLink
+from specdec.rpc.client import CALLS_ALONE, TargetLink
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up, wait_until_gone
@@ -178,22 +178,25 @@ def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model:
 
 
 def test_services_of_one_machine_take_each_others_frames_over_lanes(model: Path) -> None:
-    async def lane_of(address: str) -> str:
+    async def lanes_of(address: str) -> list[str]:
         link = TargetLink(address)
         try:
-            return (await link.info()).lane
+            info = await link.info()
+            return [info.lane, info.device_lane]
         finally:
             await link.close()
 
     with running("--target", str(model)) as (up, endpoint):
         target = child_running(up, "target_service")
         words = Path(f"/proc/{target}/cmdline").read_text().split("\0")
-        name = asyncio.run(lane_of(words[words.index("--listen") + 1]))
+        names = asyncio.run(lanes_of(words[words.index("--listen") + 1]))
         with Client(endpoint) as client:
-            client.generate(prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, max_new_tokens=8)
+            client.generate(
+                prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, mode="off", max_new_tokens=CALLS_ALONE + 1
+            )
         # The kernel lists a name once for who listens and once for every end that was accepted.
-        ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(name)]
-        assert (name[:14], len(ends)) == ("@specdec-lane-", 2)
+        ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+        assert [(name[:14], ends.count(name)) for name in names] == [("@specdec-lane-", 2)] * 2
 
 
 def test_the_timeline_of_its_rounds_becomes_a_picture(model: Path, tmp_path: Path) -> None:

@@ -27,9 +27,11 @@ class Waiter:
 
 
 class Outbox:
-    """Answers and errors of one turn of the device thread."""
+    """Answers and errors of one turn of a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: asyncio.AbstractEventLoop | None = None) -> None:
+        """`own`: the event loop that runs on this very thread, where there is one."""
+        self._own = own
         self._outcomes: list[tuple[Waiter, Any]] = []
 
     @property
@@ -45,6 +47,9 @@ class Outbox:
         outcomes, self._outcomes = self._outcomes, []
         for event_loop in {waiter.event_loop for waiter, _ in outcomes}:
             own = [(waiter.future, outcome) for waiter, outcome in outcomes if waiter.event_loop is event_loop]
+            if event_loop is self._own:
+                _resolve(own)
+                continue
             try:
                 event_loop.call_soon_threadsafe(_resolve, own)
             except RuntimeError:

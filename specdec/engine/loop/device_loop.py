@@ -104,12 +104,12 @@ class EngineLoop:
         self._clock = clock
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
-        self._outbox = Outbox()
+        self._inbox = Inbox()
+        self._outbox = Outbox(self._inbox.event_loop)
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._awaited = AwaitedSessions()
         self._background = Background(self._calls)
-        self._inbox = Inbox()
         self._publish = self._sessions.publish
         self._restores: Restores | None = None
         if tier is not None:
@@ -172,6 +172,14 @@ class EngineLoop:
         waiter = Waiter()
         if self._inbox.post(functools.partial(self._release, tuple(session_ids), waiter)):
             await self._watchdog.answer_to(waiter)  # otherwise closing frees everything
+
+    def share_event_loop(self) -> asyncio.AbstractEventLoop:
+        """The device thread's own event loop, which is looked into between two steps from now on.
+
+        A call that is made in it wakes nobody. It stands still while a step runs, and is closed when the thread ends.
+        """
+        self._inbox.is_shared = True
+        return self._inbox.event_loop
 
     async def close(self) -> None:
         """Refuses new calls, finishes those in flight, frees everything, ends the thread. Idempotent.
@@ -311,6 +319,7 @@ class EngineLoop:
         self._calls.end_all(outcome)
         self._outbox.deliver()
         self._sessions.release_all()
+        self._inbox.end()
 
     def _check(self, checked: concurrent.futures.Future[None]) -> None:
         try:

@@ -5,6 +5,7 @@ Not here: drafting and verifying (`draft_service.proposer`, `target_service.veri
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,6 +122,10 @@ class ReplicaEngine:
     def is_stalled(self) -> bool:
         """Whether the device hangs; every call fails until its step ends."""
         return self._engine_loop.is_stalled
+
+    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The device thread's own; see `EngineLoop.share_event_loop`."""
+        return self._engine_loop.share_event_loop()
 
     def check_integrity(self) -> None:
         """Checks the KV books; only while no call is in flight, or after `close`.

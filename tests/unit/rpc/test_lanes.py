@@ -43,11 +43,11 @@ class Replica:
 
     async def __aenter__(self) -> Replica:
         await self.server.start()
-        await self.servicer.open_lane(MAX_FRAME_BYTES)
+        await self.servicer.open_lanes(MAX_FRAME_BYTES)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(self.server.stop(0), self.servicer.close_lane(0))
+        await asyncio.gather(self.server.stop(0), self.servicer.close_lanes(0))
 
     @property
     def lane(self) -> str:
@@ -121,7 +121,7 @@ async def test_a_lane_that_breaks_fails_what_waits_on_it_and_the_next_call_goes_
     async with Replica() as replica, linked(replica) as link:
         pending = [asyncio.create_task(link.propose(ask(f"hold {index}"))) for index in range(3)]
         await replica.engine.asked["hold 2"].wait()
-        await replica.servicer.close_lane(0)
+        await replica.servicer.close_lanes(0)
         for call in pending:
             with pytest.raises(errors.Unavailable, match="closed the lane"):
                 await call

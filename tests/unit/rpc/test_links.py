@@ -56,14 +56,14 @@ class DraftReplica:
     async def __aenter__(self) -> DraftReplica:
         await self.server.start()
         if self.has_lane:
-            await self.servicer.open_lane(self.max_message_bytes)
+            await self.servicer.open_lanes(self.max_message_bytes)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop(0)
 
     async def stop(self, grace_s: float) -> None:
-        await asyncio.gather(self.server.stop(grace_s), self.servicer.close_lane(grace_s))
+        await asyncio.gather(self.server.stop(grace_s), self.servicer.close_lanes(grace_s))
 
     def link(self) -> DraftLink:
         """One that has asked the replica what it is."""

@@ -1,0 +1,238 @@
+"""The lane that a device's own thread reads: who goes over it, what a hang or an end of the device makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from draft_service.proposer import Proposer
+from draft_service.servicer import DraftServicer
+from specdec import errors
+from specdec.engine.loop import watchdog
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc.client import CALLS_ALONE, DraftLink
+from specdec.rpc.lanes import hello, prefixed, socket_path
+from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.service.lifecycle import follow_device
+from specdec.types import ProposeRequest
+from tests.support.arithmetic_engines import make_round
+from tests.support.coordinator_rig import eventually
+from tests.support.table_worker import TableWorker
+from tests.support.watched_worker import WatchedWorker
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="lanes are abstract sockets, which Linux alone has")
+
+DEVICE, SERVICE = "specdec-device", "MainThread"
+_PATIENCE_S = 20.0
+
+
+class NotedProposer(Proposer):
+    """Says which threads its calls were made in."""
+
+    def __init__(self, worker: WatchedWorker) -> None:
+        super().__init__(worker)
+        self.threads: list[str] = []
+
+    async def propose(self, request: ProposeRequest) -> Any:
+        self.threads.append(threading.current_thread().name)
+        return await super().propose(request)
+
+
+class Replica:
+    """A draft service around a table model, with a port and both lanes, its device followed as a process does."""
+
+    def __init__(self) -> None:
+        self.worker = WatchedWorker(TableWorker(vocabulary_size=24, num_blocks=256, context=512))
+        self.engine = NotedProposer(self.worker)
+        self.servicer = DraftServicer(self.engine, EngineMetrics("table", role="draft"))
+        self.server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))
+        self.servicer.add_to(self.server.grpc_server)
+
+    async def __aenter__(self) -> Replica:
+        await self.server.start()
+        await self.engine.warm_up()
+        self.engine.threads.clear()
+        await self.servicer.open_lanes(1 << 20)
+        self._follower = asyncio.create_task(follow_device(self.engine, self.server, self.servicer, None))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.worker.let_go()
+        self._follower.cancel()
+        await asyncio.gather(self.server.stop(0), self.servicer.close_lanes(0))
+        await self.engine.close()
+        self.engine.check_integrity()
+
+    @property
+    def device_lane(self) -> str:
+        return self.servicer.info().device_lane
+
+
+@asynccontextmanager
+async def linked(replica: Replica) -> Any:
+    link = DraftLink(replica.server.address)
+    tell_lanes(replica, link)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+def tell_lanes(replica: Replica, link: DraftLink) -> None:
+    """As whoever polls the replica does."""
+    info = replica.servicer.info()
+    link.lane, link.device_lane = info.lane, info.device_lane
+
+
+def ask(session_id: str = "s", round_id: int = 0, num_tokens: int = 5) -> ProposeRequest:
+    return ProposeRequest(make_round(session_id, round_id=round_id, num_tokens=num_tokens), 3)
+
+
+async def rounds(link: DraftLink, count: int, session_id: str = "s", first: int = 0) -> list[Any]:
+    answers = [await link.propose(ask(session_id, first + index, 5 + index)) for index in range(count)]
+    return [(answer.draft_token_ids.tolist(), answer.kv_len, answer.num_cached_tokens) for answer in answers]
+
+
+async def test_calls_that_come_one_at_a_time_are_made_in_the_devices_thread_with_the_same_answers() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        alone = await rounds(link, CALLS_ALONE + 6)
+        assert replica.engine.threads == [SERVICE] * (CALLS_ALONE - 1) + [DEVICE] * 7
+    async with Replica() as replica, linked(replica) as link:
+        link.device_lane = ""
+        assert await rounds(link, CALLS_ALONE + 6) == alone
+        assert set(replica.engine.threads) == {SERVICE}
+
+
+async def test_calls_that_come_together_are_left_to_the_services_thread() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE)
+        replica.engine.threads.clear()
+        await asyncio.gather(*(rounds(link, 10, f"s{index}") for index in range(4)))
+        assert replica.engine.threads.count(DEVICE) <= 1  # the first, which knew of no other
+        replica.engine.threads.clear()
+        await rounds(link, CALLS_ALONE + 1, first=100)
+        assert replica.engine.threads[-1] == DEVICE  # alone again
+
+
+async def test_the_same_call_over_both_lanes_is_one_call() -> None:
+    async with Replica() as replica, linked(replica) as link, linked(replica) as other:
+        await rounds(link, CALLS_ALONE)
+        replica.worker.allow(0)
+        first = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        steps = len(replica.worker.plans)
+        second = asyncio.create_task(other.propose(ask("t")))
+        await eventually(lambda: replica.engine.threads[-1] == SERVICE)
+        replica.worker.let_go()
+        answers = [(await call).draft_token_ids.tolist() for call in (first, second)]
+        assert answers[0] == answers[1]
+        assert replica.engine.threads[-2:] == [DEVICE, SERVICE]
+        assert len(replica.worker.plans) == steps + 2  # of three tokens
+
+
+async def test_what_comes_while_others_calls_run_is_read_between_two_steps() -> None:
+    async with Replica() as replica, linked(replica) as link, linked(replica) as other:
+        await rounds(link, CALLS_ALONE)
+        replica.worker.allow(1)
+        busy = asyncio.create_task(other.propose(ask("long")))
+        await replica.worker.held()
+        num_made = len(replica.engine.threads)
+        call = asyncio.create_task(link.propose(ask("t")))
+        await asyncio.sleep(0.05)
+        assert len(replica.engine.threads) == num_made  # not while a step runs
+        replica.worker.let_go()
+        async with asyncio.timeout(_PATIENCE_S):
+            await asyncio.gather(busy, call)
+        assert replica.engine.threads[-2:] == [SERVICE, DEVICE]
+
+
+async def test_a_hung_device_fails_its_callers_at_once_and_has_another_lane_when_it_is_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
+    async with Replica() as replica, linked(replica) as link, linked(replica) as other:
+        await rounds(link, CALLS_ALONE)
+        name = replica.device_lane
+        replica.worker.allow(0)
+        call = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        async with asyncio.timeout(_PATIENCE_S):
+            with pytest.raises(errors.Unavailable, match="closed the lane"):
+                await call
+            with pytest.raises(errors.Unavailable, match="hangs"):
+                await link.propose(ask("t"))
+            assert replica.device_lane == ""
+            # Whoever knew the name finds nobody there.
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_unix_connection(socket_path(name))
+        replica.worker.let_go()
+        await eventually(lambda: replica.device_lane not in ("", name))
+        replica.engine.threads.clear()
+        for each in (link, other):
+            tell_lanes(replica, each)
+            async with asyncio.timeout(_PATIENCE_S):
+                await rounds(each, CALLS_ALONE + 1, "u", first=100 * (each is other))
+            assert replica.engine.threads[-1] == DEVICE
+
+
+async def test_a_draining_replica_answers_what_is_in_flight_on_it() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE)
+        replica.worker.allow(0)
+        call = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        replica.servicer.drain()
+        ending = asyncio.create_task(replica.servicer.close_lanes(_PATIENCE_S))
+        await asyncio.sleep(0.05)
+        replica.worker.let_go()
+        assert (await call).draft_token_ids.tolist()
+        await ending
+        with pytest.raises(errors.Unavailable):
+            await link.propose(ask("u"))
+
+
+async def test_an_engine_that_ends_under_it_answers_or_hangs_up() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE)
+        replica.worker.allow(1)
+        call = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        ending = asyncio.create_task(replica.engine.close())
+        replica.worker.let_go()
+        assert len((await call).draft_token_ids) == 3  # what is in flight is finished
+        async with asyncio.timeout(_PATIENCE_S):
+            await ending
+            await replica.servicer.close_lanes(0)
+
+
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", hello("") + prefixed(b"\xff\xff\xff")])
+async def test_a_hostile_caller_is_hung_up_on_and_the_device_goes_on(words: bytes) -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE)
+        reader, writer = await asyncio.open_unix_connection(socket_path(replica.device_lane))
+        writer.write(words)
+        async with asyncio.timeout(_PATIENCE_S):
+            while await reader.read(4096):
+                pass
+        writer.close()
+        await rounds(link, 2, first=50)
+        assert replica.engine.threads[-1] == DEVICE
+
+
+async def test_a_caller_that_goes_away_leaves_no_call_behind() -> None:
+    async with Replica() as replica:
+        async with linked(replica) as link:
+            await rounds(link, CALLS_ALONE)
+            replica.worker.allow(0)
+            call = asyncio.create_task(link.propose(ask("t")))
+            await replica.worker.held()
+            call.cancel()
+        replica.worker.let_go()
+        await eventually(lambda: replica.servicer.info().num_running <= 1)
+        async with linked(replica) as link:
+            await rounds(link, CALLS_ALONE, "u")
