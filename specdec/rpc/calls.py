@@ -48,6 +48,8 @@ class PendingCall:
     """The request, encoded."""
     wire: WireCount
     answer: asyncio.Future[Any]
+    asked_at: float
+    """By the event loop's clock."""
     timer: asyncio.TimerHandle | None = None
     """Of the caller's patience."""
     is_given_more: bool = False

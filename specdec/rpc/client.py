@@ -200,8 +200,8 @@ class _Link(Generic[RequestT, ReplyT]):
     @property
     def oldest_pending(self) -> object:
         """The streamed call that has waited longest, by identity; None where none waits."""
-        waiting = (stream.oldest_pending for stream in self._every_stream())
-        return next((call for call in waiting if call is not None), None)
+        waiting = [call for stream in self._every_stream() if (call := stream.oldest_pending) is not None]
+        return min(waiting, key=lambda call: call.asked_at, default=None)
 
     def break_off(self, reason: str) -> None:
         """Fails every streamed call that is pending with Unavailable, at once; the next one opens another stream."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,8 +39,8 @@ MAX_LANES = 256
 _log = logging.getLogger(__name__)
 
 
-class LaneServer:
-    """Serves one service's frames on a Unix socket. Use from one event loop, but for `cut`."""
+class LaneHost:
+    """What the lanes of one event loop have in common."""
 
     def __init__(
         self, frames: FrameServer, frame_type: type[Message], info: Callable[[], EngineInfo], max_frame_bytes: int
@@ -53,59 +52,51 @@ class LaneServer:
             info: says who answers.
             max_frame_bytes: of a request; who sends a longer frame is hung up on.
         """
-        self._frames = frames
-        self._frame_type = frame_type
-        self._info = info
-        self._max_frame_bytes = max_frame_bytes
+        self.frames = frames
+        self.frame_type = frame_type
+        self.info = info
+        self.max_frame_bytes = max_frame_bytes
+        self.lanes: set[Lane] = set()
+
+
+class LaneServer:
+    """Takes callers on a Unix socket, and serves them in the same event loop."""
+
+    def __init__(self, host: LaneHost) -> None:
+        self._host = host
         self.name = ""
         """Of the lane, as it is told; "" where none is open."""
         self._server: asyncio.Server | None = None
-        self._lanes: set[_Lane] = set()
-        self._event_loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         """Opens the socket. Where there can be none, the service goes without."""
         name = new_name()
         if not name:
             return
-        self._event_loop = asyncio.get_running_loop()
         try:
-            self._server = await self._event_loop.create_unix_server(lambda: _Lane(self), socket_path(name))
+            self._server = await asyncio.get_running_loop().create_unix_server(
+                lambda: Lane(self._host), socket_path(name)
+            )
         except OSError as error:
             _log.warning("no lane beside gRPC: %s", error)
         else:
             self.name = name
 
-    async def stop(self, grace_s: float) -> None:
+    async def close(self, grace_s: float) -> None:
         """Takes no more lanes, gives those of a draining service so long to end, hangs up on the rest. Idempotent."""
         if self._server is not None:
             self._server.close()
-        if self._lanes and grace_s > 0.0:
-            await asyncio.wait([lane.over for lane in self._lanes], timeout=grace_s)
-        self._hang_up()
-
-    def cut(self) -> None:
-        """Hangs up on everybody and takes nobody any more, at once, whatever the event loop is doing. Any thread."""
-        if self._server is None or self._event_loop is None:
-            return
-        for end in [*self._server.sockets, *(lane.socket for lane in list(self._lanes))]:
-            with contextlib.suppress(OSError):  # the other end was quicker
-                end.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(RuntimeError):  # the event loop is closed, and all in it
-            self._event_loop.call_soon_threadsafe(self._hang_up)
-
-    def _hang_up(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for lane in list(self._lanes):
+        if self._host.lanes and grace_s > 0.0:
+            await asyncio.wait([lane.over for lane in self._host.lanes], timeout=grace_s)
+        for lane in list(self._host.lanes):
             lane.hang_up()
 
 
-class _Lane(asyncio.Protocol):
+class Lane(asyncio.Protocol):
     """One caller's."""
 
-    def __init__(self, server: LaneServer) -> None:
-        self._server = server
+    def __init__(self, host: LaneHost) -> None:
+        self._host = host
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(MAX_HELLO_BYTES)
@@ -117,33 +108,28 @@ class _Lane(asyncio.Protocol):
         """Whether the caller does not read what it is written."""
         self.over: asyncio.Future[None] = self._loop.create_future()
 
-    @property
-    def socket(self) -> Any:
-        assert self._transport is not None
-        return self._transport.get_extra_info("socket")
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if not is_of_this_user(self.socket):
+        if not is_of_this_user(transport.get_extra_info("socket")):
             self._refuse("this lane is another user's")
             return
-        if len(self._server._lanes) >= MAX_LANES:
+        if len(self._host.lanes) >= MAX_LANES:
             self._refuse(f"{MAX_LANES} lanes are open")
             return
-        self._server._lanes.add(self)
-        self._server._frames.watch_drain(self._note_drain)
+        self._host.lanes.add(self)
+        self._host.frames.watch_drain(self._note_drain)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server._lanes.discard(self)
-        self._server._frames.forget_drain(self._note_drain)
+        self._host.lanes.discard(self)
+        self._host.frames.forget_drain(self._note_drain)
         for task in self._in_flight:
             task.cancel()
         self.over.set_result(None)
 
     def _note_drain(self) -> None:
-        """The service drains, whichever its event loop is."""
-        with contextlib.suppress(RuntimeError):  # this one is closed
+        """The service drains, in whichever thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._kick)
 
     def pause_writing(self) -> None:
@@ -179,8 +165,8 @@ class _Lane(asyncio.Protocol):
         if not self._has_met:
             self._meet(heard_hello(frame))
             return
-        check_num_fields(frame, self._server._frame_type)
-        items = self._server._frames.items_of(self._server._frame_type.FromString(frame))
+        check_num_fields(frame, self._host.frame_type)
+        items = self._host.frames.items_of(self._host.frame_type.FromString(frame))
         if len(items) > MAX_FRAME_ITEMS:
             raise InvalidRequest(f"a frame of {len(items)} items; the limit is {MAX_FRAME_ITEMS}")
         for item in items:
@@ -190,21 +176,21 @@ class _Lane(asyncio.Protocol):
         self._control_reading()
 
     def _meet(self, words: list[str]) -> None:
-        info = self._server._info()
+        info = self._host.info()
         require_meant(words[0], info)
         assert self._transport is not None
         self._transport.write(hello(info.model_fingerprint, info.incarnation))
         self._has_met = True
-        self._reader.max_frame_bytes = self._server._max_frame_bytes
+        self._reader.max_frame_bytes = self._host.max_frame_bytes
 
     async def _reply(self, item: Any, received_s: float) -> None:
-        self._replies.append((await self._server._frames.reply_to(item, received_s), received_s))
+        self._replies.append((await self._host.frames.reply_to(item, received_s), received_s))
         self._kick()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
         self._control_reading()
-        if self._server._frames.draining:
+        if self._host.frames.draining:
             self._kick()
 
     def _control_reading(self) -> None:
@@ -226,6 +212,6 @@ class _Lane(asyncio.Protocol):
         assert self._transport is not None
         while self._replies and not self._is_full and not self._transport.is_closing():
             replies = take_replies(self._replies)
-            self._transport.write(prefixed(self._server._frames.frame_of(replies).SerializeToString()))
-        if self._server._frames.draining and not self._in_flight and not self._replies:
+            self._transport.write(prefixed(self._host.frames.frame_of(replies).SerializeToString()))
+        if self._host.frames.draining and not self._in_flight and not self._replies:
             self._transport.close()

@@ -66,12 +66,12 @@ class LinkStream:
 
     async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, patience: Patience | None) -> Any:
         """Sends one item; returns its decoded reply. Raises TimeoutError when `patience` is over."""
-        pending = PendingCall(request, item, wire, self._loop.create_future())
+        now = self._loop.time()
+        pending = PendingCall(request, item, wire, self._loop.create_future(), now)
         self._calls.add(call_id, pending)
         self._outbox.append(pending)
         self._kick()
         if patience is not None:
-            now = self._loop.time()
             self._await_answer(pending, patience, now, now)
         try:
             return await pending.answer
@@ -105,8 +105,8 @@ class LinkStream:
             pending.answer.set_exception(TimeoutError())
 
     @property
-    def oldest_pending(self) -> object:
-        """The call that has waited longest, by identity; None where none waits."""
+    def oldest_pending(self) -> PendingCall | None:
+        """The call that has waited longest; None where none waits."""
         return self._calls.oldest
 
     def break_off(self, reason: str) -> None:

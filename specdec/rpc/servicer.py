@@ -25,7 +25,7 @@ from specdec.rpc import codec
 from specdec.rpc.device_lane import DeviceLane
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import meet_caller
-from specdec.rpc.lane_server import LaneServer
+from specdec.rpc.lane_server import LaneHost, LaneServer
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
 from specdec.tenant import session_on_replica
@@ -95,26 +95,17 @@ class ReplicaServicer:
 
     async def open_lanes(self, max_frame_bytes: int) -> None:
         """Takes frames over Unix sockets, too, which `info` names from now on."""
-        make_lane = partial(LaneServer, self._frames, self._request_type, self.info, max_frame_bytes)
-        self._lane = make_lane()
+        make_host = partial(LaneHost, self._frames, self._request_type, self.info, max_frame_bytes)
+        self._lane = LaneServer(make_host())
         await self._lane.start()
         device_loop = self._served.share_event_loop()
         if device_loop is not None:
-            self._device_lane = DeviceLane(device_loop, make_lane)
-            await self._device_lane.open()
-
-    async def note_stalled(self, is_stalled: bool) -> None:
-        """The engine's device hangs, or does no more."""
-        if self._device_lane is not None and is_stalled:
-            self._device_lane.cut()
-        elif self._device_lane is not None and not self._frames.draining:
-            await self._device_lane.open()
+            self._device_lane = DeviceLane(self._served, device_loop, make_host())
+            self._device_lane.open()
 
     async def close_lanes(self, grace_s: float) -> None:
         """Ends what `open_lanes` began; calls in flight have so long to end. Idempotent."""
-        ends = [lane.stop(grace_s) for lane in (self._lane,) if lane is not None]
-        ends += [lane.close(grace_s) for lane in (self._device_lane,) if lane is not None]
-        await asyncio.gather(*ends)
+        await asyncio.gather(*(lane.close(grace_s) for lane in (self._lane, self._device_lane) if lane is not None))
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serves one stream of calls, unless it was meant for another model than this replica's."""

@@ -49,8 +49,6 @@ class Servicer(Protocol):
 
     async def open_lanes(self, max_frame_bytes: int) -> None: ...
 
-    async def note_stalled(self, is_stalled: bool) -> None: ...
-
     async def close_lanes(self, grace_s: float) -> None: ...
 
 
@@ -139,7 +137,7 @@ async def run_replica(
         _log.info("listening", extra={"address": server.address, "advertised": address})
         if note_serving is not None:
             note_serving()
-        follower = asyncio.create_task(follow_device(engine, server, servicer, registration))
+        follower = asyncio.create_task(_follow_device(engine, server, registration))
         try:
             await _until(stop, engine)
         finally:
@@ -166,16 +164,13 @@ async def _until(stop: asyncio.Event, engine: Engine) -> None:
         await asyncio.wait({stopper, watcher})
 
 
-async def follow_device(
-    engine: Engine, server: ServiceServer, servicer: Servicer, registration: Registration | None
-) -> None:
+async def _follow_device(engine: Engine, server: ServiceServer, registration: Registration | None) -> None:
     """Says NOT_SERVING while the engine's device hangs, and SERVING again; until cancelled."""
     was_stalled = False
     while True:
         await asyncio.sleep(_DEVICE_LOOK_S)
         if engine.is_stalled != was_stalled:
             was_stalled = not was_stalled
-            await servicer.note_stalled(was_stalled)
             await (server.set_not_serving() if was_stalled else server.set_serving())
             await _announce(registration)
 

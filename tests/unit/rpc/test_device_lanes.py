@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,9 @@ from specdec import errors
 from specdec.engine.loop import watchdog
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import CALLS_ALONE, DraftLink
+from specdec.rpc.device_lane import LOOK_S
 from specdec.rpc.lanes import hello, prefixed, socket_path
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
-from specdec.service.lifecycle import follow_device
 from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
@@ -44,7 +46,7 @@ class NotedProposer(Proposer):
 
 
 class Replica:
-    """A draft service around a table model, with a port and both lanes, its device followed as a process does."""
+    """A draft service around a table model, with a port and both lanes."""
 
     def __init__(self) -> None:
         self.worker = WatchedWorker(TableWorker(vocabulary_size=24, num_blocks=256, context=512))
@@ -58,12 +60,10 @@ class Replica:
         await self.engine.warm_up()
         self.engine.threads.clear()
         await self.servicer.open_lanes(1 << 20)
-        self._follower = asyncio.create_task(follow_device(self.engine, self.server, self.servicer, None))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.worker.let_go()
-        self._follower.cancel()
         await asyncio.gather(self.server.stop(0), self.servicer.close_lanes(0))
         await self.engine.close()
         self.engine.check_integrity()
@@ -87,6 +87,11 @@ def tell_lanes(replica: Replica, link: DraftLink) -> None:
     """As whoever polls the replica does."""
     info = replica.servicer.info()
     link.lane, link.device_lane = info.lane, info.device_lane
+
+
+def sockets_named(name: str) -> int:
+    """The kernel lists a name once for who listens and once for every end that was taken."""
+    return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
 
 
 def ask(session_id: str = "s", round_id: int = 0, num_tokens: int = 5) -> ProposeRequest:
@@ -138,16 +143,19 @@ async def test_the_same_call_over_both_lanes_is_one_call() -> None:
 async def test_what_comes_while_others_calls_run_is_read_between_two_steps() -> None:
     async with Replica() as replica, linked(replica) as link, linked(replica) as other:
         await rounds(link, CALLS_ALONE)
-        replica.worker.allow(1)
-        busy = asyncio.create_task(other.propose(ask("long")))
+        replica.worker.allow(0)
+        long = asyncio.create_task(other.propose(ProposeRequest(make_round("long"), 12)))
         await replica.worker.held()
         num_made = len(replica.engine.threads)
-        call = asyncio.create_task(link.propose(ask("t")))
+        call = asyncio.create_task(link.propose(ProposeRequest(make_round("t"), 1)))
         await asyncio.sleep(0.05)
         assert len(replica.engine.threads) == num_made  # not while a step runs
-        replica.worker.let_go()
+        replica.worker.allow(6)
         async with asyncio.timeout(_PATIENCE_S):
-            await asyncio.gather(busy, call)
+            await call
+            assert not long.done()
+            replica.worker.let_go()
+            await long
         assert replica.engine.threads[-2:] == [SERVICE, DEVICE]
 
 
@@ -180,25 +188,88 @@ async def test_a_hung_device_fails_its_callers_at_once_and_has_another_lane_when
             assert replica.engine.threads[-1] == DEVICE
 
 
-async def test_a_draining_replica_answers_what_is_in_flight_on_it() -> None:
+async def test_who_waits_to_be_taken_by_a_hung_device_is_hung_up_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
+    async with Replica() as replica, linked(replica) as link, linked(replica) as late:
+        await rounds(link, CALLS_ALONE)
+        await rounds(late, CALLS_ALONE - 1, "late")
+        replica.worker.allow(0)
+        first = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        second = asyncio.create_task(late.propose(ask("w")))  # over a device lane that it has not met yet
+        async with asyncio.timeout(_PATIENCE_S):
+            for call in (first, second):
+                with pytest.raises(errors.Unavailable, match="closed the lane"):
+                    await call
+
+
+async def test_a_long_step_after_a_hang_does_not_keep_the_lane_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.6)
+    async with Replica() as replica, linked(replica) as link:
+        call = asyncio.create_task(link.propose(ask("t")))
+        replica.worker.allow(0)
+        await replica.worker.held()
+        with pytest.raises(errors.Unavailable):
+            await call
+        await eventually(lambda: not replica.device_lane)
+        replica.worker.allow(1)  # the hung step ends, and another one, of whoever comes next, is held
+        async with asyncio.timeout(_PATIENCE_S):
+            await eventually(lambda: bool(replica.device_lane))
+
+
+async def test_a_draining_replica_answers_what_is_in_flight_on_it_and_waits_for_nobody_idle() -> None:
+    async with Replica() as replica, linked(replica) as link, linked(replica) as idle:
+        await rounds(link, CALLS_ALONE)
+        await rounds(idle, CALLS_ALONE, "idle")
+        name = replica.device_lane
+        assert sockets_named(name) == 3
+        replica.worker.allow(0)
+        call = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        replica.servicer.drain()
+        ending = asyncio.create_task(replica.servicer.close_lanes(10 * _PATIENCE_S))
+        await asyncio.sleep(0.05)
+        assert not ending.done()
+        replica.worker.let_go()
+        async with asyncio.timeout(_PATIENCE_S):
+            assert (await call).draft_token_ids.tolist()
+            await ending
+        assert sockets_named(name) == 0
+        with pytest.raises(errors.Unavailable):
+            await link.propose(ask("u"))
+
+
+async def test_a_device_that_hangs_while_its_service_drains_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
     async with Replica() as replica, linked(replica) as link:
         await rounds(link, CALLS_ALONE)
         replica.worker.allow(0)
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
         replica.servicer.drain()
-        ending = asyncio.create_task(replica.servicer.close_lanes(_PATIENCE_S))
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(_PATIENCE_S):
+            ending = asyncio.create_task(replica.servicer.close_lanes(10 * _PATIENCE_S))
+            with pytest.raises(errors.Unavailable, match="closed the lane"):
+                await call
+            await ending
         replica.worker.let_go()
-        assert (await call).draft_token_ids.tolist()
-        await ending
-        with pytest.raises(errors.Unavailable):
-            await link.propose(ask("u"))
+        await eventually(lambda: not replica.engine.is_stalled)
+        await asyncio.sleep(2 * LOOK_S)
+        assert replica.device_lane == ""  # which is closed by then
 
 
-async def test_an_engine_that_ends_under_it_answers_or_hangs_up() -> None:
+async def test_a_draining_replica_whose_device_sleeps_is_left_at_once() -> None:
     async with Replica() as replica, linked(replica) as link:
         await rounds(link, CALLS_ALONE)
+        replica.servicer.drain()
+        async with asyncio.timeout(_PATIENCE_S):
+            await replica.servicer.close_lanes(10 * _PATIENCE_S)
+
+
+async def test_an_engine_that_ends_under_it_answers_what_is_in_flight_and_hangs_up() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE)
+        name = replica.device_lane
         replica.worker.allow(1)
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
@@ -207,7 +278,53 @@ async def test_an_engine_that_ends_under_it_answers_or_hangs_up() -> None:
         assert len((await call).draft_token_ids) == 3  # what is in flight is finished
         async with asyncio.timeout(_PATIENCE_S):
             await ending
-            await replica.servicer.close_lanes(0)
+            with pytest.raises(errors.Unavailable):
+                await link.propose(ask("u"))
+            await eventually(lambda: not replica.device_lane)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_unix_connection(socket_path(name))
+        assert replica.engine.share_event_loop().is_closed()
+
+
+async def test_a_link_that_is_closed_leaves_both_lanes() -> None:
+    async with Replica() as replica:
+        async with linked(replica) as link:
+            await rounds(link, CALLS_ALONE)
+            names = (link.lane, link.device_lane)
+            assert [sockets_named(name) for name in names] == [2, 2]
+        async with asyncio.timeout(_PATIENCE_S):
+            await eventually(lambda: [sockets_named(name) for name in names] == [1, 1])
+
+
+async def test_the_oldest_call_of_both_lanes_is_the_one_that_has_waited_longest() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE)
+        replica.worker.allow(0)
+        first = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        oldest = link.oldest_pending
+        second = asyncio.create_task(link.propose(ask("u")))
+        await asyncio.sleep(0.05)
+        assert oldest is not None
+        assert link.oldest_pending is oldest
+        replica.worker.let_go()
+        await asyncio.gather(first, second)
+
+
+async def test_a_device_thread_sleeps_however_its_lane_was_used() -> None:
+    async with Replica() as replica:
+        async with linked(replica) as link:
+            await rounds(link, CALLS_ALONE + 2)
+            replica.worker.allow(0)
+            given_up = asyncio.create_task(link.propose(ask("t")))
+            await replica.worker.held()
+            given_up.cancel()
+        replica.worker.let_go()
+        await asyncio.gather(*(replica.engine.release([f"u{index}"]) for index in range(200)))
+        await asyncio.sleep(0.1)
+        began_s = time.process_time()
+        await asyncio.sleep(0.5)
+        assert time.process_time() - began_s < 0.25
 
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", hello("") + prefixed(b"\xff\xff\xff")])
