@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -61,6 +62,9 @@ _CHANNEL_OPTIONS = (
     # Links to different replicas never share a connection, and a link made after a failure starts afresh.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 def _check_num_items(count: int) -> None:
@@ -125,16 +129,25 @@ class _Link(Generic[RequestT, ReplyT]):
     async def _ask(
         self, request: RequestT, wire: WireCount | None, *, model: str, patience: Patience | None = None
     ) -> ReplyT:
-        stream = self._choose_stream(model)
-        call_id = stream.next_call_id()
-        item = self._encode(request, call_id).SerializeToString()
-        if len(item) + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
-            raise InvalidRequest(
-                f"{self.address}: a request of {len(item)} bytes; the limit is {self._max_message_bytes}"
-            )
         wire = WireCount() if wire is None else wire
-        reply: ReplyT = await stream.ask(call_id, request, item, wire, patience)
-        return reply
+        while True:
+            stream = self._choose_stream(model)
+            call_id = stream.next_call_id()
+            item = self._encode(request, call_id).SerializeToString()
+            if len(item) + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
+                raise InvalidRequest(
+                    f"{self.address}: a request of {len(item)} bytes; the limit is {self._max_message_bytes}"
+                )
+            try:
+                reply: ReplyT = await stream.ask(call_id, request, item, wire, patience)
+            except Unavailable as error:
+                # A lane's name says nothing of where its replica is: on another machine or in another container nobody
+                # answers to it. It is not tried again, and a call may be repeated.
+                if not stream.has_missed:
+                    raise
+                _log.info("calls of %s go another way: %s", self.address, error.message)
+            else:
+                return reply
 
     def _items_of(self, frame: bytes) -> Sequence[tuple[Any, int]]:
         """The replies of a frame and their sizes. Raises DecodeError."""

@@ -38,6 +38,7 @@ class DeviceLane:
         self._follower: asyncio.Task[None] | None = None
         self._callers: dict[socket.socket, concurrent.futures.Future[None]] = {}
         """By their sockets: done when one is gone, or hung up on."""
+        self._is_closing = False
         self._has_failed = False
 
     def open(self) -> None:
@@ -47,6 +48,7 @@ class DeviceLane:
 
     async def close(self, grace_s: float) -> None:
         """Takes no more callers, gives those of a draining service so long to end, hangs up on the rest. Idempotent."""
+        self._is_closing = True
         self._stop_listening()
         callers = [asyncio.wrap_future(gone) for gone in list(self._callers.values())]
         if callers and grace_s > 0.0:
@@ -64,7 +66,7 @@ class DeviceLane:
                 if ended.done() or self._engine.is_stalled:
                     self._stop_listening()
                     self._hang_up()
-                elif not self.name:
+                elif not (self.name or self._is_closing):
                     self._listen()
         finally:
             ended.cancel()

@@ -122,6 +122,7 @@ class LaneStream(LinkStream, asyncio.Protocol):
         reason = f"{self._address}: the link was closed"
         try:
             reason = await self._connect_and_wait()
+            self.has_missed = not self._has_met
             self._on_lost()
         finally:
             self._end(reason)

@@ -30,6 +30,8 @@ class LinkStream:
     """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
 
     is_lane = False
+    has_missed = False
+    """Whether it ended, by itself, before it met anybody: of a lane, whose calls can go another way then."""
 
     def __init__(
         self,
