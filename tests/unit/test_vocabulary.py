@@ -46,7 +46,7 @@ def test_a_special_token_of_tokenizer_config_alone_counts(checkpoint: Path, tmp_
     assert load_vocabulary(tmp_path)["<pad>"] == 50
 
 
-@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "~/nowhere", "a/b/c", "", "../x"])
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "~/nowhere", "a/b/c", "", "../nowhere"])
 def test_a_path_that_is_not_there_is_refused_in_one_sentence_without_asking_the_hub(model: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         locate_checkpoint(model)

@@ -126,6 +126,9 @@ def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
     """oneDNN's layout of a weight; None where the product would not use it."""
     if weight.device.type != "cpu" or weight.dtype == torch.float16 or not torch.backends.mkldnn.is_available():
         return None
+    # In bfloat16 it has products for AVX-512 and AVX-NE-CONVERT alone, and refuses any other processor.
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
     blocked: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
     return blocked
 
