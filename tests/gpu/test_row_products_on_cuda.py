@@ -54,7 +54,11 @@ def test_products_are_right_and_a_row_has_the_same_bits_in_any_company(
 def test_a_product_can_be_recorded() -> None:
     rows, weight = torch.ones(5, 256, device=CUDA), torch.ones(64, 256, device=CUDA)
     output = torch.zeros(5, 64, device=CUDA)
-    replay = CudaCapture(CUDA)(lambda: output.copy_(multiply(rows, weight)) and None)
+
+    def step() -> None:
+        output.copy_(multiply(rows, weight))
+
+    replay = CudaCapture(CUDA)(step)
     rows.fill_(2.0)
     replay()
     assert (output == 512.0).all()

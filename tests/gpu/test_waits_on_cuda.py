@@ -38,7 +38,7 @@ def num_waits(action: Callable[[], object]) -> int:
             action()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in seen)
+    return sum("called a synchronizing" in str(warning.message) for warning in seen)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ but the recording is proven where there is no device. Not here: what a step comp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -36,8 +37,27 @@ class CudaCapture:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for _ in range(_WARM_UP_RUNS):
                 step()
-            # Other threads may go on using the device.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                step()
+            # Another worker's recording, collected meanwhile, would end this one: `CUDAGraph::reset` has no guard.
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                # Other threads may go on using the device.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    step()
+            except BaseException:
+                self._end_recording()
+                raise
+            finally:
+                if collects:
+                    gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay
+
+    def _end_recording(self) -> None:
+        """A recording that cannot be ended leaves PyTorch's allocator in it: nothing more could be recorded into the
+        pool, and no memory of the process were ever given back."""
+        try:
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        except RuntimeError:  # it was ended: the step ran out of memory, say
+            return
+        self._pool = torch.cuda.graph_pool_handle()

@@ -176,6 +176,15 @@ class CapturedSteps:
                         self._steps[bucket] = inputs, capture(self._step_of(inputs))
                     except torch.OutOfMemoryError:
                         self.num_without_room += 1
+            self._prepare_follow_up()
+
+    def _prepare_follow_up(self) -> None:
+        """Has the kernel between two draft steps compiled now: in a draft it would be seconds that look like a hang."""
+        for bucket, (inputs, _) in self._steps.items():
+            if bucket.width == 1 and inputs.tables is not None:
+                nothing = inputs.on_device.token_ids.view(-1)[:0]
+                FollowUp(inputs, lambda: None, 0, self._scratch_block).run(nothing)
+                return
 
     def _step_of(self, inputs: StaticInputs) -> Callable[[], None]:
         def step() -> None:
