@@ -9,10 +9,12 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 from coordinator.config import CoordinatorSettings
+from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.admission import Generations, GenerationSettings
 from coordinator.learning.log import LearningLog
@@ -71,7 +73,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
         store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
         ending.push_async_callback(store.close)
         await store.ping()
-        pools = _build_pools(settings, tokenizer.fingerprint, server, ending)
+        readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
+        pools = _build_pools(settings, tokenizer.fingerprint, readiness, ending)
         ending.push_async_callback(pools.close)
         directory = store.prefixes() if settings.prefix_directory == "on" else None
         history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
@@ -97,7 +100,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         _log.info("listening", extra={"address": server.address, "advertised": address})
-        await _watch_until(stop, pools)
+        await _watch_until(stop, pools.watch(), watch_targets(pools), readiness.watch_store(store))
         _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
         await server.set_not_serving()
         await generations.drain(settings.drain_grace_s)
@@ -105,7 +108,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
 
 
 def _build_pools(
-    settings: CoordinatorSettings, vocabulary_fingerprint: str, server: ServiceServer, ending: AsyncExitStack
+    settings: CoordinatorSettings, vocabulary_fingerprint: str, readiness: Readiness, ending: AsyncExitStack
 ) -> ReplicaPools:
     static = [(DRAFT, address) for address in settings.draft_endpoint]
     static += [(TARGET, address) for address in settings.target_endpoint]
@@ -113,9 +116,6 @@ def _build_pools(
     if not static:
         registry = open_registry(settings.redis_url)
         ending.push_async_callback(registry.close)
-
-    async def tell_health(is_ready: bool) -> None:
-        await (server.set_serving() if is_ready else server.set_not_serving())
 
     return ReplicaPools(
         vocabulary_fingerprint,
@@ -125,7 +125,7 @@ def _build_pools(
         lookup_pools=settings.lookup,
         first_model_pool=settings.default_draft_pool,
         poll_interval_s=settings.poll_interval_s,
-        on_readiness=tell_health,
+        on_readiness=readiness.note_targets,
     )
 
 
@@ -152,9 +152,9 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
     )
 
 
-async def _watch_until(stop: asyncio.Event, pools: ReplicaPools) -> None:
-    """Watches the replicas until `stop`. Raises VocabularyMismatch when a static endpoint does not fit at the start."""
-    watchers = {asyncio.create_task(pools.watch()), asyncio.create_task(watch_targets(pools))}
+async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:
+    """Lets watchers run until `stop`. Raises VocabularyMismatch when a static endpoint does not fit at the start."""
+    watchers = {asyncio.create_task(one) for one in watching}
     tasks = {*watchers, asyncio.create_task(stop.wait())}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

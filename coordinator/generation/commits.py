@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from specdec.errors import Unavailable
 from specdec.state.store import Commit, Lease, SessionStore
 
 
@@ -46,6 +47,10 @@ class CommitQueue:
             answers = [*await self._store.commit_all([(lease, commit) for lease, commit, _ in batch])]
         except Exception as error:
             answers = [error] * len(batch)
+        if all(isinstance(answer, Unavailable) for answer in answers):
+            # What has come meanwhile would wait as long again for a store that is not there.
+            later, self._waiting = self._waiting, []
+            batch, answers = [*batch, *later], [*answers, *answers[:1] * len(later)]
         for (_, _, committed), answer in zip(batch, answers, strict=True):
             if committed.done():  # cancelled: the others still wait for theirs
                 continue

@@ -116,8 +116,16 @@ class Generation:
             error = Internal("the generation failed; the log of the coordinator says why")
         finally:
             self._is_ending = True
+            if error is not None and error.reason == "STORE_UNAVAILABLE":
+                self._end(None, error)  # giving the lease back waits for the store as long again
             # Nothing may interrupt this: a lease left behind blocks the session until it expires.
             await asyncio.shield(self._clean_up(error))
+        self._end(finished, error)
+
+    def _end(self, finished: Finished | None, error: SpecdecError | None) -> None:
+        """Tells the readers how it ended, once."""
+        if self.stream.is_over:
+            return
         if finished is not None:
             self.stream.finish(finished)
         elif error is not None:

@@ -25,7 +25,8 @@ from coordinator.text.output import OutputStep
 from specdec.errors import LeaseLost, SessionLost, SpecdecError, Unavailable
 from specdec.state.store import Commit, Lease, SessionStore
 
-#: Pauses between attempts of a commit while the store cannot be reached; the lease outlives them.
+#: Pauses between attempts of a commit while the store cannot be reached; the lease outlives them. A store that does not
+#: even refuse takes longer for one attempt than a lease lives: another coordinator may reach it.
 _RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
 
 _log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class Publisher:
 
     async def _commit(self, commit: Commit) -> None:
         """Commits, and tries again where that may help. Raises as `SessionStore.commit`."""
+        began_s = time.monotonic()
         try:
             return await self._commits.add(self._lease, commit)
         except (SessionLost, Unavailable) as failure:
@@ -145,6 +147,8 @@ class Publisher:
         for pause_s in _RETRY_PAUSES_S:
             if isinstance(error, SessionLost):
                 await self._repair(commit.base_len)
+            elif time.monotonic() - began_s > self._lease.ttl_s:
+                break
             else:
                 await asyncio.sleep(pause_s)
             try:

@@ -74,6 +74,8 @@ class ReplicaPools:
         self._on_readiness = on_readiness
         self._replicas: dict[tuple[str, str], Replica[Any]] = {}
         """By role and address, in that order."""
+        self._named: dict[tuple[str, str], str] = {}
+        """Incarnation of each replica when it was last named."""
         self._draft_pool_names: set[str] = set()
         self._local_pool_names: dict[str, None] = {}
         """What targets have said they draft with by themselves, in that order."""
@@ -226,11 +228,15 @@ class ReplicaPools:
                 Later, and for discovered replicas, the replica is left out and logged: what streams goes on.
         """
         endpoints = await self._endpoints()
-        for key in self._replicas.keys() - endpoints:
+        for key in self._replicas.keys() - endpoints.keys():
+            if self._stays(key):
+                continue
             if check := self._checks.pop(key, None):
                 check.cancel()
+            self._named.pop(key, None)
             await self._replicas.pop(key).link.close()
-        for key in sorted(endpoints - self._replicas.keys()):
+        self._named |= endpoints
+        for key in sorted(endpoints.keys() - self._replicas.keys()):
             self._replicas[key] = Replica(*key, self._open_link(*key))
             self._replicas[key].on_doubt = self._doubt.set
             self._replicas = dict(sorted(self._replicas.items()))
@@ -268,19 +274,31 @@ class ReplicaPools:
             if isinstance(result, BaseException):
                 _log.warning("releasing a session on %s failed: %s", replica.address, result)
 
-    async def _endpoints(self) -> set[tuple[str, str]]:
+    async def _endpoints(self) -> dict[tuple[str, str], str]:
+        """Of each replica that is named, its process as it described itself there; "" where nobody asked."""
         if self._registry is None:
-            return set(self._static)
+            return dict.fromkeys(self._static, "")
         try:
             return {
-                (role, record.address)
+                (role, record.address): record.engine.incarnation
                 for role in (DRAFT, TARGET)
                 for record in await self._registry.replicas(role)
             }  # fmt: skip
         except SpecdecError as error:
             # Without the registry the replicas we have go on serving.
             _log.warning("the replica registry cannot be read: %s", error)
-            return set(self._replicas)
+            return {key: self._named.get(key, "") for key in self._replicas}
+
+    def _stays(self, key: tuple[str, str]) -> bool:
+        """Whether a replica that the registry names no more is used on: its record ran out or was lost with a Redis,
+        and the process that was named still answers here. One that leaves says that it drains, and then nothing."""
+        replica = self._replicas[key]
+        return (
+            replica.is_alive
+            and replica.info is not None
+            and not replica.info.draining
+            and replica.info.incarnation == self._named.get(key)
+        )
 
     async def _check_all(self) -> None:
         """Checks every replica. What a hung one takes beyond `POLL_PATIENCE_S` goes on beside the next polls."""

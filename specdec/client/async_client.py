@@ -6,17 +6,16 @@ Not here: what a message means (`transcript`, `results`, `request`) and when to 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 import tenacity
 
-from specdec.client.endpoints import check_endpoint
-from specdec.client.failures import closed, read_failure
-from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
+from specdec.client.coordinators import AsyncCoordinators
+from specdec.client.failures import closed
+from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
     ChatMessage,
     GenerateOptions,
@@ -37,9 +36,7 @@ from specdec.client.results import (
 )
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
-from specdec.rpc.channels import dial
 from specdec.v1 import coordinator_pb2 as pb
-from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -49,18 +46,12 @@ class AsyncStream(AsyncIterator[Chunk]):
     no token is lost or doubled. Cancelling the task that iterates cancels the call.
     """
 
-    def __init__(
-        self,
-        open_call: Callable[[pb.GenerateRequest, float | None], Any],
-        transcript: Transcript,
-        endpoint: str,
-        recovery: Recovery,
-    ) -> None:
-        self._open_call = open_call
-        self._endpoint = endpoint
+    def __init__(self, coordinators: AsyncCoordinators, transcript: Transcript, recovery: Recovery) -> None:
+        self._coordinators = coordinators
         self._transcript = transcript
         self._recovery = recovery
         self._retrying = tenacity.AsyncRetrying(**self._recovery.tenacity_options())
+        self._way: Any = None
         self._call: Any = None
         self._closed = False
 
@@ -129,12 +120,14 @@ class AsyncStream(AsyncIterator[Chunk]):
             return None  # while it waited to try again
         call = self._call
         if call is None:
-            call = self._call = self._open_call(self._transcript.next_request(), self._recovery.remaining_s)
+            way = self._way = self._coordinators.way
+            request = self._transcript.next_request()
+            call = self._call = self._coordinators.call(way, "Generate", request, self._recovery.remaining_s)
         try:
             response = await call.read()
         except grpc.RpcError as error:
             self._call = None
-            raise read_failure(error, self._endpoint) from error
+            raise await self._coordinators.failed(error, self._way) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -174,10 +167,8 @@ class AsyncClient:
         """
         self._timeout = timeout
         self._closed = False
-        self._endpoint = endpoint
         self._budgets = budgets or Budgets()
-        self._channel = dial(check_endpoint(endpoint), CHANNEL_OPTIONS)
-        self._stub = CoordinatorServiceStub(self._channel)
+        self._coordinators = AsyncCoordinators(endpoint)
         self._sizes = SessionSizes()
 
     @overload
@@ -233,19 +224,19 @@ class AsyncClient:
     async def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Reads a session's record. Raises NotFound for an unknown one."""
         request = build_message(pb.GetSessionRequest, session_id=session_id, include_token_ids=include_token_ids)
-        return read_session(await self._ask(self._stub.GetSession, request))
+        return read_session(await self._ask("GetSession", request))
 
     async def delete_session(self, session_id: str) -> None:
         """Frees the session everywhere. Idempotent; an unknown id is fine."""
         request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)
-        await self._ask(self._stub.DeleteSession, request)
+        await self._ask("DeleteSession", request)
 
     async def tokenize(
         self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None
     ) -> tuple[int, ...]:
         """Token ids of a text or a conversation, as `generate` would see them in a new session."""
-        return tuple((await self._ask(self._stub.Tokenize, build_tokenize_request(text, messages))).token_ids)
+        return tuple((await self._ask("Tokenize", build_tokenize_request(text, messages))).token_ids)
 
     async def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
         """Gives sessions a draft pool, share by share up to `share` of them; 0 ends what is being promoted.
@@ -253,19 +244,17 @@ class AsyncClient:
         It goes back by itself where it makes fewer tokens a second. Raises NotFound where there is no such pool,
         Unsupported where requests are not routed.
         """
-        answer = await self._ask(
-            self._stub.Promote, build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share)
-        )
+        answer = await self._ask("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None
 
     async def info(self) -> ServerInfo:
         """What is being served, and by which replicas."""
-        return read_server_info(await self._ask(self._stub.GetInfo, pb.GetInfoRequest()))
+        return read_server_info(await self._ask("GetInfo", pb.GetInfoRequest()))
 
     async def close(self) -> None:
         """Ends every call and the connection. Idempotent."""
         self._closed = True
-        await self._channel.close()
+        await self._coordinators.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -277,18 +266,17 @@ class AsyncClient:
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return AsyncStream(
-            partial(self._call, self._stub.Generate), Transcript(request, self._sizes), self._endpoint, recovery
-        )
+        return AsyncStream(self._coordinators, Transcript(request, self._sizes), recovery)
 
-    async def _ask(self, method: Callable[..., Any], request: Any) -> Any:
+    async def _ask(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
 
         async def once() -> Any:
+            way = self._coordinators.way
             try:
-                return await self._call(method, request, recovery.remaining_s)
+                return await self._coordinators.call(way, method, request, recovery.remaining_s)
             except grpc.RpcError as error:
-                raise read_failure(error, self._endpoint) from error
+                raise await self._coordinators.failed(error, way) from error
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._closed and task is not None and not task.cancelling():
@@ -296,11 +284,6 @@ class AsyncClient:
                 raise
 
         return await tenacity.AsyncRetrying(**recovery.tenacity_options())(once)
-
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        if self._closed:
-            raise closed()
-        return method(request, timeout=timeout_s)
 
 
 async def _completed(stream: AsyncStream) -> Completion:

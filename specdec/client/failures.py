@@ -24,7 +24,7 @@ def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
     if not isinstance(ours, Unavailable) or not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return ours
     details = error.details() or ""
-    if _has_details(error) or not _NOT_CONNECTED.search(details):
+    if is_coordinators_word(error) or not _NOT_CONNECTED.search(details):
         return ours
     message = f"no coordinator at {endpoint}; start one with `specdec up` ({details})"
     return Unavailable(message, reason="COORDINATOR_UNAVAILABLE")
@@ -35,13 +35,14 @@ def is_without_target(error: BaseException | None) -> bool:
     return (
         isinstance(error, Unavailable)
         and error.reason == Unavailable.default_reason
-        and isinstance(error.__cause__, grpc.aio.AioRpcError | grpc.Call)
-        and _has_details(error.__cause__)
+        and isinstance(error.__cause__, grpc.RpcError)
+        and is_coordinators_word(error.__cause__)
     )
 
 
-def _has_details(error: grpc.aio.AioRpcError | grpc.Call) -> bool:
-    return DETAILS_KEY in dict(error.trailing_metadata() or ())
+def is_coordinators_word(error: grpc.RpcError) -> bool:
+    """Whether a coordinator said so itself, rather than gRPC of the way to it."""
+    return isinstance(error, grpc.aio.AioRpcError | grpc.Call) and DETAILS_KEY in dict(error.trailing_metadata() or ())
 
 
 def closed() -> ClientClosed:

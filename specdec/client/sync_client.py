@@ -5,17 +5,16 @@ Not here: what a message means (`transcript`, `results`, `request`) and when to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 import tenacity
 
-from specdec.client.endpoints import check_endpoint
-from specdec.client.failures import closed, read_failure
-from specdec.client.recovery import CHANNEL_OPTIONS, Budgets, Recovery, ended_early
+from specdec.client.coordinators import Coordinators
+from specdec.client.failures import closed
+from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
     ChatMessage,
     GenerateOptions,
@@ -36,9 +35,7 @@ from specdec.client.results import (
 )
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
-from specdec.rpc.channels import dial_blocking
 from specdec.v1 import coordinator_pb2 as pb
-from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 
 class Stream(Iterator[Chunk]):
@@ -48,18 +45,12 @@ class Stream(Iterator[Chunk]):
     no token is lost or doubled. For one thread at a time, but `close()` may come from any.
     """
 
-    def __init__(
-        self,
-        open_call: Callable[[pb.GenerateRequest, float | None], Any],
-        transcript: Transcript,
-        endpoint: str,
-        recovery: Recovery,
-    ) -> None:
-        self._open_call = open_call
-        self._endpoint = endpoint
+    def __init__(self, coordinators: Coordinators, transcript: Transcript, recovery: Recovery) -> None:
+        self._coordinators = coordinators
         self._transcript = transcript
         self._recovery = recovery
         self._retrying = tenacity.Retrying(**self._recovery.tenacity_options())
+        self._way: Any = None
         self._call: Any = None
         self._closed = False
 
@@ -128,7 +119,9 @@ class Stream(Iterator[Chunk]):
             return None  # while it waited to try again
         call = self._call
         if call is None:
-            call = self._call = self._open_call(self._transcript.next_request(), self._recovery.remaining_s)
+            way = self._way = self._coordinators.way
+            request = self._transcript.next_request()
+            call = self._call = self._coordinators.call(way, "Generate", request, self._recovery.remaining_s)
         try:
             response: pb.GenerateResponse = next(call)
             return response
@@ -139,7 +132,7 @@ class Stream(Iterator[Chunk]):
             self._call = None
             if self._closed:
                 return None
-            raise read_failure(error, self._endpoint) from error
+            raise self._coordinators.failed(error, self._way) from error
         except BaseException:
             self.close()
             raise
@@ -161,10 +154,8 @@ class Client:
         """
         self._timeout = timeout
         self._closed = False
-        self._endpoint = endpoint
         self._budgets = budgets or Budgets()
-        self._channel = dial_blocking(check_endpoint(endpoint), CHANNEL_OPTIONS)
-        self._stub = CoordinatorServiceStub(self._channel)
+        self._coordinators = Coordinators(endpoint)
         self._sizes = SessionSizes()
 
     @overload
@@ -217,17 +208,17 @@ class Client:
     def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Reads a session's record. Raises NotFound for an unknown one."""
         request = build_message(pb.GetSessionRequest, session_id=session_id, include_token_ids=include_token_ids)
-        return read_session(self._ask(self._stub.GetSession, request))
+        return read_session(self._ask("GetSession", request))
 
     def delete_session(self, session_id: str) -> None:
         """Frees the session everywhere. Idempotent; an unknown id is fine."""
         request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)
-        self._ask(self._stub.DeleteSession, request)
+        self._ask("DeleteSession", request)
 
     def tokenize(self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None) -> tuple[int, ...]:
         """Token ids of a text or a conversation, as `generate` would see them in a new session."""
-        return tuple(self._ask(self._stub.Tokenize, build_tokenize_request(text, messages)).token_ids)
+        return tuple(self._ask("Tokenize", build_tokenize_request(text, messages)).token_ids)
 
     def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
         """Gives sessions a draft pool, share by share up to `share` of them; 0 ends what is being promoted.
@@ -235,17 +226,17 @@ class Client:
         It goes back by itself where it makes fewer tokens a second. Raises NotFound where there is no such pool,
         Unsupported where requests are not routed.
         """
-        answer = self._ask(self._stub.Promote, build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
+        answer = self._ask("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None
 
     def info(self) -> ServerInfo:
         """What is being served, and by which replicas."""
-        return read_server_info(self._ask(self._stub.GetInfo, pb.GetInfoRequest()))
+        return read_server_info(self._ask("GetInfo", pb.GetInfoRequest()))
 
     def close(self) -> None:
         """Ends every call and the connection. Idempotent."""
         self._closed = True
-        self._channel.close()
+        self._coordinators.close()
 
     def __enter__(self) -> Self:
         return self
@@ -259,27 +250,16 @@ class Client:
         if self._closed:
             raise closed()
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return Stream(
-            partial(self._call, self._stub.Generate), Transcript(request, self._sizes), self._endpoint, recovery
-        )
+        return Stream(self._coordinators, Transcript(request, self._sizes), recovery)
 
-    def _ask(self, method: Callable[..., Any], request: Any) -> Any:
+    def _ask(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
 
         def once() -> Any:
+            way = self._coordinators.way
             try:
-                return self._call(method, request, recovery.remaining_s)
+                return self._coordinators.call(way, method, request, recovery.remaining_s)
             except grpc.RpcError as error:
-                raise read_failure(error, self._endpoint) from error
+                raise self._coordinators.failed(error, way) from error
 
         return tenacity.Retrying(**recovery.tenacity_options())(once)
-
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        if self._closed:
-            raise closed()
-        try:
-            return method(request, timeout=timeout_s)
-        except ValueError:  # what gRPC says of a closed channel
-            if self._closed:
-                raise closed() from None
-            raise

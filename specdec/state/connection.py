@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -175,6 +175,10 @@ class _ScriptRunner:
         except (RedisError, OSError) as error:
             self._loaded.clear()
             _fail(batch, error)
+            if isinstance(error, ConnectionError | TimeoutError | OSError):
+                # What has come meanwhile would wait as long again for a server that is not there.
+                _fail(self._waiting, error)
+                self._waiting.clear()
             return
         start = 0
         for request in batch:
@@ -201,7 +205,7 @@ def _is_unknown(answer: Any) -> bool:
     return isinstance(answer, NoScriptError)
 
 
-def _fail(requests: Sequence[_Request], error: Exception) -> None:
+def _fail(requests: Iterable[_Request], error: Exception) -> None:
     for request in requests:
         if not request.answers.done():
             request.answers.set_exception(error)

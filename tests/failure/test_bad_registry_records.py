@@ -18,7 +18,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import replica_keys
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from tests.support.coordinator_rig import Rig
+from tests.support.coordinator_rig import TARGET, Rig, Service, start_service
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
@@ -159,6 +159,47 @@ async def test_a_coordinator_goes_on_with_the_replicas_whose_records_are_good(
         assert sorted(replica.address for replica in pools.all_replicas()) == sorted(
             service.address for service in rig.services
         )
+        await pools.close()
+
+
+def record_of(service: Service) -> ReplicaRecord:
+    return ReplicaRecord(service.address, replace(service.servicer.info(), replica_id=service.address))
+
+
+async def test_replicas_whose_records_are_lost_are_used_on_while_their_processes_answer(
+    registry: ReplicaRegistry,
+) -> None:
+    """As after a Redis that was away for longer than records live, or has come back empty."""
+    async with Rig(targets=3) as rig:
+        records = [record_of(service) for service in rig.services]
+        for record in records:
+            await registry.publish(record, ttl_s=60.0)
+        pools = ReplicaPools("table", open_link, registry=registry)
+
+        def known() -> list[str]:
+            return sorted(replica.address for replica in pools.all_replicas())
+
+        await pools.poll()
+        assert known() == sorted(record.address for record in records)
+        for record in records:
+            await registry.remove(record.engine.replica_id)
+        for _ in range(2):
+            await pools.poll()
+        assert known() == sorted(record.address for record in records)
+        assert pools.is_ready
+
+        # One leaves, one dies, one is another process by now: what nobody names is none of ours then.
+        leaving, dying, replaced = rig.of_role("target")
+        leaving.servicer.drain()
+        await dying.kill()
+        await replaced.kill()
+        rig.services.append(await start_service(TARGET, salt=0, listen=replaced.address))
+        for _ in range(2):
+            await pools.poll()
+        assert known() == [rig.draft.address]
+        await registry.publish(record_of(rig.services[-1]), ttl_s=60.0)
+        await pools.poll()
+        assert known() == sorted([rig.draft.address, replaced.address])
         await pools.close()
 
 

@@ -31,11 +31,11 @@ PARTS = {"part_sums": "*fp32", "part_maxima": "*fp32", "part_weights": "*fp32"}
 LLAMA: dict[str, Any] = {
     "WINDOW": 0, "IS_CAPPED": False, "NUM_KV_HEADS": 8, "QUERIES_PER_KV_HEAD": 4, "KEY_DIM": 128, "VALUE_DIM": 128,
     "KEY_PAD": 128, "VALUE_PAD": 128, "PAGE_TOKENS": 16, "TILE_ROWS": 32, "TILE_QUERIES": 8, "TILE_KEYS": 64,
-    "UNIT_TILES": 2, "NUM_SPLITS": 16, "MOST_SEQUENCES": 64, "WIDENS_OPERANDS": False,
+    "UNIT_TILES": 2, "NUM_SPLITS": 16, "MOST_SEQUENCES": 256, "WIDENS_OPERANDS": False,
 }  # fmt: skip
 GEMMA = LLAMA | {"WINDOW": 512, "IS_CAPPED": True, "KEY_DIM": 80, "VALUE_DIM": 80, "TILE_ROWS": 16, "TILE_QUERIES": 4}
 MERGING = {"WINDOW": 0, "NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_PAD": 128, "UNIT_KEYS": 128, "NUM_SPLITS": 16,
-           "MOST_SEQUENCES": 64, "TILE_OUTPUTS": 1}  # fmt: skip
+           "MOST_SEQUENCES": 256, "TILE_OUTPUTS": 1}  # fmt: skip
 BF16 = dict.fromkeys(("residual", "delta", "gains", "output", "qkv", "cos", "sin", "kv_rows", "gate_up"), "*bf16")
 INTEGERS = dict.fromkeys(
     ("rows", "slots", "drawn", "token_ids", "positions", "opened_blocks", "lengths", "firsts", "tables"), "*i64"

@@ -20,10 +20,13 @@ from redis.retry import Retry
 class RedisServer:
     """One `redis-server` process, without persistence unless it keeps a log of its writes."""
 
-    def __init__(self, directory: Path, *, keeps_log: bool = False, arguments: Sequence[str] = ()) -> None:
-        """`arguments`: further ones of the process."""
+    def __init__(
+        self, directory: Path, *, keeps_log: bool = False, arguments: Sequence[str] = (), machine: Sequence[str] = ()
+    ) -> None:
+        """`arguments`: further ones of the process; `machine`: what its command begins with on another machine."""
         self._keeps_log = keeps_log
         self._arguments = arguments
+        self._machine = machine
         self._socket = directory / "redis.sock"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,6 +44,7 @@ class RedisServer:
         quiet = ["--save", "", *kept, "--loglevel", "warning"]
         self._process = subprocess.Popen(
             [
+                *self._machine,
                 program,
                 "--port",
                 "0",

@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.support.machines import Machines
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -72,11 +73,13 @@ class Part:
     arguments: Sequence[str]
     address: str
     log_path: Path
+    machine: Sequence[str] = ()
+    """What its command begins with where it runs on a machine of its own."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self, environ: Mapping[str, str]) -> None:
         with self.log_path.open("ab") as log:
-            self.process = _spawn([sys.executable, "-m", self.module, *self.arguments], log, environ)
+            self.process = _spawn([*self.machine, sys.executable, "-m", self.module, *self.arguments], log, environ)
 
     @property
     def is_alive(self) -> bool:
@@ -119,6 +122,7 @@ class Stack:
         draft_arguments: Sequence[str] = (),
         coordinator_arguments: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        machines: Machines | None = None,
     ) -> None:
         """
         Args:
@@ -134,9 +138,11 @@ class Stack:
             draft_arguments: further arguments of drafts.
             coordinator_arguments: further arguments of coordinators.
             environ: added to the environment of every process.
+            machines: one for each part, under its name; None: all parts run here.
         """
         self._directory = tempfile.TemporaryDirectory(prefix="specdec-stack-")
         self._environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environ or {})}
+        self._machines = machines
         self.parts: dict[str, Part] = {}
         endpoints: list[str] = []
         for role, model, count in (("target", target, num_targets), ("draft", draft, num_drafts if draft else 0)):
@@ -152,9 +158,11 @@ class Stack:
 
     def _add(self, role: str, index: int, module: str, arguments: Sequence[str]) -> Part:
         name = role if index == 0 else f"{role}{index + 1}"
-        address = f"127.0.0.1:{free_port()}"
+        machine, address = [], f"127.0.0.1:{free_port()}"
+        if self._machines is not None:
+            machine, address = self._machines.command(name), f"{self._machines.address(name)}:50051"
         log_path = Path(self._directory.name) / f"{name}.log"
-        self.parts[name] = Part(name, module, [*arguments, "--listen", address], address, log_path)
+        self.parts[name] = Part(name, module, [*arguments, "--listen", address], address, log_path, machine)
         return self.parts[name]
 
     @property

@@ -30,8 +30,8 @@ _MOST_TILE_ROWS_FLOAT32 = 16
 # A verification of that many rows reads each key once.
 _TILE_QUERIES = 8
 _FEWEST_TILE_ROWS = 16  # of tensor cores
-# So many fit into one load; larger steps load more.
-_FEWEST_SEQUENCES = 64
+# So many fit into one load. Larger steps load more, by kernels that are compiled in the middle of serving.
+_FEWEST_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
