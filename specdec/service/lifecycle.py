@@ -106,7 +106,7 @@ async def run_replica(
         note_serving: called once the replica takes calls.
 
     Raises:
-        Unavailable: the address is taken, or the registry cannot be reached.
+        Unavailable: the address is taken.
         Internal: the engine broke down.
     """
     server = ServiceServer(

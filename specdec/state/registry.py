@@ -25,7 +25,8 @@ class Heartbeat:
     """Keeps one replica in the registry while the context is open.
 
     Publishes at once on entry, then every third of the TTL; a registry that cannot be reached is tried again until it
-    answers, so a Redis restart costs at most a third of the TTL. On exit the replica is taken out of the registry.
+    answers, so a Redis restart costs at most a third of the TTL. A replica that has spent minutes on loading its model
+    is not given up for one that is away just then. On exit the replica is taken out of the registry.
     """
 
     def __init__(
@@ -59,13 +60,15 @@ class Heartbeat:
         await self.close()
 
     async def start(self) -> None:
-        """Publishes the first beat and begins the rest.
+        """Publishes the first beat, if that can be now, and begins the rest.
 
         Raises:
-            Unavailable: the registry cannot be reached.
             InvalidRequest: the address is none that others can dial.
         """
-        await self.beat()
+        try:
+            await self.beat()
+        except Unavailable as error:
+            _log.warning("not in the registry yet: %s", error)
         self._task = asyncio.create_task(self._run(), name=f"heartbeat {self._address}")
 
     async def beat(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -258,13 +259,18 @@ async def test_a_heartbeat_goes_on_after_a_fault_and_logs_it(caplog: pytest.LogC
     await registry.close()
 
 
-async def test_a_heartbeat_that_cannot_begin_says_so() -> None:
-    registry = open_registry("redis://127.0.0.1:1")
-    heartbeat = Heartbeat(registry, address="h:1", describe=lambda: ENGINE)
-    with pytest.raises(Unavailable):
-        await heartbeat.start()
-    await heartbeat.close()
+async def test_a_heartbeat_that_begins_while_redis_is_away_says_so_and_is_listed_once_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path)
+    registry = open_registry(server.url)
+    async with Heartbeat(registry, address="h:1", describe=lambda: ENGINE, ttl_s=0.3), asyncio.timeout(20):
+        assert "not in the registry yet: the store at unix:/" in caplog.text
+        server.start()
+        while await ids(registry) != ["d-1"]:
+            pass
     await registry.close()
+    server.stop()
 
 
 async def test_a_heartbeat_survives_a_restart_of_redis(tmp_path_factory: pytest.TempPathFactory) -> None:
