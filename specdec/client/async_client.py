@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 import tenacity
 
-from specdec.client.coordinators import AsyncCoordinators
+from specdec.client.coordinators import AsyncAttempts, AsyncCoordinators
 from specdec.client.failures import closed
 from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
@@ -46,12 +46,11 @@ class AsyncStream(AsyncIterator[Chunk]):
     no token is lost or doubled. Cancelling the task that iterates cancels the call.
     """
 
-    def __init__(self, coordinators: AsyncCoordinators, transcript: Transcript, recovery: Recovery) -> None:
-        self._coordinators = coordinators
+    def __init__(self, attempts: AsyncAttempts, transcript: Transcript, recovery: Recovery) -> None:
+        self._attempts = attempts
         self._transcript = transcript
         self._recovery = recovery
         self._retrying = tenacity.AsyncRetrying(**self._recovery.tenacity_options())
-        self._way: Any = None
         self._call: Any = None
         self._closed = False
 
@@ -120,14 +119,16 @@ class AsyncStream(AsyncIterator[Chunk]):
             return None  # while it waited to try again
         call = self._call
         if call is None:
-            way = self._way = self._coordinators.way
-            request = self._transcript.next_request()
-            call = self._call = self._coordinators.call(way, "Generate", request, self._recovery.remaining_s)
+            call = await self._attempts.begin("Generate", self._transcript.next_request(), self._recovery)
+            if self._closed:  # while it looked for a coordinator
+                call.cancel()
+                return None
+            self._call = call
         try:
             response = await call.read()
         except grpc.RpcError as error:
             self._call = None
-            raise await self._coordinators.failed(error, self._way) from error
+            raise self._attempts.failed(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -266,17 +267,17 @@ class AsyncClient:
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return AsyncStream(self._coordinators, Transcript(request, self._sizes), recovery)
+        return AsyncStream(AsyncAttempts(self._coordinators), Transcript(request, self._sizes), recovery)
 
     async def _ask(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
+        attempts = AsyncAttempts(self._coordinators)
 
         async def once() -> Any:
-            way = self._coordinators.way
             try:
-                return await self._coordinators.call(way, method, request, recovery.remaining_s)
+                return await (await attempts.begin(method, request, recovery))
             except grpc.RpcError as error:
-                raise await self._coordinators.failed(error, way) from error
+                raise attempts.failed(error) from error
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._closed and task is not None and not task.cancelling():

@@ -2,7 +2,7 @@
 
 gRPC by itself goes to an endpoint's next address where a connection fails. It stays where one holds, also to a
 coordinator that answers and is cut off from its store or from every target. Another connection is opened then, to all
-addresses whose health says that they serve, and calls go there until one of them fails. Sessions may move: any
+addresses whose health says that they serve, and calls go there until none of them does. Sessions may move: any
 coordinator resumes any session.
 
 Not here: what a failure means (`failures`), whether a call is tried again (`recovery`). Called by both clients.
@@ -18,15 +18,16 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.endpoints import check_endpoint
 from specdec.client.failures import closed, is_coordinators_word, read_failure
-from specdec.client.recovery import CHANNEL_OPTIONS
+from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.errors import ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.channels import dial, dial_blocking
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
-#: How long a failed call waits for another coordinator to say that it serves.
+#: How long the next attempt waits for another coordinator to say that it serves.
 LOOK_ROUND_S = 0.5
 
 #: All addresses by turns, without those whose health does not say SERVING (gRFC A17).
@@ -40,6 +41,8 @@ _SERVING_ONES = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+_ANY_SERVICE = health_pb2.HealthCheckRequest()
+
 ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
 
 
@@ -47,47 +50,69 @@ ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
 class _Way(Generic[ChannelT]):
     channel: ChannelT
     stub: CoordinatorServiceStub
+    health: health_pb2_grpc.HealthStub
 
     @classmethod
     def over(cls, channel: ChannelT) -> _Way[ChannelT]:
-        return cls(channel, CoordinatorServiceStub(channel))
+        return cls(channel, CoordinatorServiceStub(channel), health_pb2_grpc.HealthStub(channel))
 
 
 class _Coordinators(Generic[ChannelT]):
     """What both kinds share."""
 
     def __init__(self, endpoint: str, first: ChannelT) -> None:
-        self._endpoint = endpoint
-        self._first: _Way[ChannelT] = _Way.over(first)
+        self.endpoint = endpoint
+        self.first: _Way[ChannelT] = _Way.over(first)
+        self.chosen: _Way[ChannelT] = self.first
         self._others: _Way[ChannelT] | None = None
-        self._chosen: _Way[ChannelT] = self._first
         self._closed = False
 
-    @property
-    def way(self) -> _Way[ChannelT]:
-        """Of the next call. Raises ClientClosed."""
+    def require_open(self) -> None:
+        """Raises ClientClosed."""
         if self._closed:
             raise closed()
-        return self._chosen
 
-    def _read(self, error: grpc.RpcError, way: _Way[ChannelT]) -> tuple[SpecdecError, bool]:
-        """What a call ended with, and whether another coordinator may do better; `way` is left where it was not the
-        first one's."""
-        failure = read_failure(error, self._endpoint)
-        may_pass = isinstance(failure, Unavailable | ResourceExhausted)
-        if may_pass and way is not self._first:
-            self._chosen = self._first
-            return failure, False
-        return failure, may_pass and is_coordinators_word(error) and self._chosen is self._first and not self._closed
 
-    def call(self, way: _Way[ChannelT], method: str, request: Message, timeout_s: float | None) -> Any:
-        """Begins a call. Raises ClientClosed."""
+class _Attempts(Generic[ChannelT]):
+    """Of one call, one after the other. What both kinds share."""
+
+    _coordinators: _Coordinators[ChannelT]
+    _way: _Way[ChannelT]
+    _is_refused = False
+    """Whether the last one was, by a coordinator's own word."""
+
+    def failed(self, error: grpc.RpcError) -> SpecdecError:
+        """What the last attempt ended with."""
+        failure = read_failure(error, self._coordinators.endpoint)
+        if isinstance(failure, Unavailable | ResourceExhausted):
+            self._is_refused = is_coordinators_word(error)
+            # One of the others that refuses is followed by the next of them.
+            if self._way is not self._coordinators.first and not self._is_refused:
+                self._coordinators.chosen = self._coordinators.first
+        return failure
+
+    def _looks_round(self) -> bool:
+        """Whether another coordinator is to be looked for before the next attempt."""
+        is_refused, self._is_refused = self._is_refused, False
+        return is_refused and self._coordinators.chosen is self._coordinators.first
+
+    def _begin(self, method: str, request: Message, recovery: Recovery) -> Any:
+        self._coordinators.require_open()
+        self._way = self._coordinators.chosen
         try:
-            return getattr(way.stub, method)(request, timeout=timeout_s)
+            return getattr(self._way.stub, method)(request, timeout=recovery.remaining_s)
         except ValueError:  # what gRPC says of a closed channel
-            if self._closed:
-                raise closed() from None
+            self._coordinators.require_open()
             raise
+
+
+def _patience_s(recovery: Recovery) -> float:
+    left_s = recovery.remaining_s
+    return LOOK_ROUND_S if left_s is None else min(LOOK_ROUND_S, left_s)
+
+
+def _says_serving(answer: health_pb2.HealthCheckResponse) -> bool:
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
@@ -97,33 +122,43 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
         """Connects at the first call. Raises InvalidRequest: an endpoint that cannot be one."""
         super().__init__(endpoint, dial(check_endpoint(endpoint), CHANNEL_OPTIONS))
 
-    async def failed(self, error: grpc.RpcError, way: _Way[grpc.aio.Channel]) -> SpecdecError:
-        """What a call over `way` ended with; the next one goes to another coordinator where that may help."""
-        failure, is_left = self._read(error, way)
-        if is_left:
-            if self._others is None:
-                self._others = _Way.over(dial(self._endpoint, _SERVING_ONES))
-            if await _connects(self._others.channel) and not self._closed:
-                self._chosen = self._others
-        return failure
+    async def look_round(self, patience_s: float) -> None:
+        """Chooses the others if one of them serves, now or soon."""
+        if self._others is None:
+            self._others = _Way.over(dial(self.endpoint, _SERVING_ONES))
+        others = self._others
+        try:
+            answer = await others.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=True)
+        except grpc.RpcError:
+            return
+        except (grpc.aio.UsageError, asyncio.CancelledError):  # gRPC's words for a channel that is closed meanwhile
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                self.require_open()
+            raise
+        if _says_serving(answer):
+            self.chosen = others
 
     async def close(self) -> None:
         """Ends every call and connection. Idempotent."""
         self._closed = True
-        await self._first.channel.close()
+        await self.first.channel.close()
         if self._others is not None:
             await self._others.channel.close()
 
 
-async def _connects(channel: grpc.aio.Channel) -> bool:
-    """Whether it has a coordinator that serves, now or soon."""
-    try:
-        async with asyncio.timeout(LOOK_ROUND_S):
-            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-                await channel.wait_for_state_change(state)
-    except TimeoutError:
-        return False
-    return True
+class AsyncAttempts(_Attempts[grpc.aio.Channel]):
+    """Of one call, one after the other."""
+
+    def __init__(self, coordinators: AsyncCoordinators) -> None:
+        self._coordinators: AsyncCoordinators = coordinators
+
+    async def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
+        """The call, begun. Raises ClientClosed."""
+        if self._looks_round():
+            self._coordinators.require_open()
+            await self._coordinators.look_round(_patience_s(recovery))
+        return self._begin(method, request, recovery)
 
 
 class Coordinators(_Coordinators[grpc.Channel]):
@@ -133,32 +168,41 @@ class Coordinators(_Coordinators[grpc.Channel]):
         """Connects at the first call. Raises InvalidRequest: an endpoint that cannot be one."""
         super().__init__(endpoint, dial_blocking(check_endpoint(endpoint), CHANNEL_OPTIONS))
         self._lock = threading.Lock()
-        self._connected = threading.Event()
-        """Whether the others have one that serves."""
 
-    def failed(self, error: grpc.RpcError, way: _Way[grpc.Channel]) -> SpecdecError:
-        """What a call over `way` ended with; the next one goes to another coordinator where that may help."""
+    def look_round(self, patience_s: float) -> None:
+        """Chooses the others if one of them serves, now or soon. Raises ClientClosed."""
         with self._lock:
-            failure, is_left = self._read(error, way)
-            if is_left and self._others is None:
-                self._others = _Way.over(dial_blocking(self._endpoint, _SERVING_ONES))
-                self._others.channel.subscribe(self._note_state, try_to_connect=True)
-        if is_left and self._connected.wait(LOOK_ROUND_S):
-            with self._lock:
-                if self._others is not None and not self._closed:
-                    self._chosen = self._others
-        return failure
-
-    def _note_state(self, state: grpc.ChannelConnectivity) -> None:
-        if state is grpc.ChannelConnectivity.READY:
-            self._connected.set()
-        else:
-            self._connected.clear()
+            self.require_open()
+            if self._others is None:
+                self._others = _Way.over(dial_blocking(self.endpoint, _SERVING_ONES))
+            others = self._others
+        try:
+            answer = others.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=True)
+        except grpc.RpcError:
+            return
+        except ValueError:  # gRPC's word for a closed channel
+            self.require_open()
+            raise
+        if _says_serving(answer):
+            self.chosen = others
 
     def close(self) -> None:
         """Ends every call and connection. Idempotent."""
         with self._lock:
             self._closed = True
-            ways = [way for way in (self._first, self._others) if way is not None]
+            ways = [way for way in (self.first, self._others) if way is not None]
         for way in ways:
             way.channel.close()
+
+
+class Attempts(_Attempts[grpc.Channel]):
+    """Of one call, one after the other."""
+
+    def __init__(self, coordinators: Coordinators) -> None:
+        self._coordinators: Coordinators = coordinators
+
+    def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
+        """The call, begun. Raises ClientClosed."""
+        if self._looks_round():
+            self._coordinators.look_round(_patience_s(recovery))
+        return self._begin(method, request, recovery)

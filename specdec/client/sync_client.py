@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 import tenacity
 
-from specdec.client.coordinators import Coordinators
+from specdec.client.coordinators import Attempts, Coordinators
 from specdec.client.failures import closed
 from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
@@ -45,12 +45,11 @@ class Stream(Iterator[Chunk]):
     no token is lost or doubled. For one thread at a time, but `close()` may come from any.
     """
 
-    def __init__(self, coordinators: Coordinators, transcript: Transcript, recovery: Recovery) -> None:
-        self._coordinators = coordinators
+    def __init__(self, attempts: Attempts, transcript: Transcript, recovery: Recovery) -> None:
+        self._attempts = attempts
         self._transcript = transcript
         self._recovery = recovery
         self._retrying = tenacity.Retrying(**self._recovery.tenacity_options())
-        self._way: Any = None
         self._call: Any = None
         self._closed = False
 
@@ -119,9 +118,11 @@ class Stream(Iterator[Chunk]):
             return None  # while it waited to try again
         call = self._call
         if call is None:
-            way = self._way = self._coordinators.way
-            request = self._transcript.next_request()
-            call = self._call = self._coordinators.call(way, "Generate", request, self._recovery.remaining_s)
+            call = self._attempts.begin("Generate", self._transcript.next_request(), self._recovery)
+            if self._closed:  # while it looked for a coordinator
+                call.cancel()
+                return None
+            self._call = call
         try:
             response: pb.GenerateResponse = next(call)
             return response
@@ -132,7 +133,7 @@ class Stream(Iterator[Chunk]):
             self._call = None
             if self._closed:
                 return None
-            raise self._coordinators.failed(error, self._way) from error
+            raise self._attempts.failed(error) from error
         except BaseException:
             self.close()
             raise
@@ -250,16 +251,16 @@ class Client:
         if self._closed:
             raise closed()
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return Stream(self._coordinators, Transcript(request, self._sizes), recovery)
+        return Stream(Attempts(self._coordinators), Transcript(request, self._sizes), recovery)
 
     def _ask(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
+        attempts = Attempts(self._coordinators)
 
         def once() -> Any:
-            way = self._coordinators.way
             try:
-                return self._coordinators.call(way, method, request, recovery.remaining_s)
+                return attempts.begin(method, request, recovery)
             except grpc.RpcError as error:
-                raise self._coordinators.failed(error, way) from error
+                raise attempts.failed(error) from error
 
         return tenacity.Retrying(**recovery.tenacity_options())(once)
