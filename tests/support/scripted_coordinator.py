@@ -101,10 +101,14 @@ def pool(role: str, num_replicas: int = 1, **fields: object) -> pb.PoolInfo:
     return pb.PoolInfo(name="default", role=role, model=f"{role}-model", replicas=replicas, **fields)
 
 
-def serve(servicer: ScriptedCoordinator, address: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
-    """Starts a server; returns it and its endpoint."""
-    server = grpc.server(futures.ThreadPoolExecutor(4))
+def serve(
+    servicer: ScriptedCoordinator, address: str = "127.0.0.1:0", *, also: Callable[[grpc.Server], None] | None = None
+) -> tuple[grpc.Server, str]:
+    """Starts a server, to which `also` adds something; returns it and its endpoint."""
+    server = grpc.server(futures.ThreadPoolExecutor(8))
     add_CoordinatorServiceServicer_to_server(servicer, server)
+    if also is not None:
+        also(server)
     port = server.add_insecure_port(address)
     server.start()
     return server, f"127.0.0.1:{port}"

@@ -1,0 +1,182 @@
+"""Clients with two coordinators: which one they speak to, by what each says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from specdec.client import AsyncClient, Budgets, Client
+from specdec.errors import ClientClosed, DeadlineExceeded, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
+from tests.support.coordinator_rig import eventually
+from tests.support.scripted_coordinator import Script, ScriptedCoordinator, finished, serve, started, tokens
+
+#: Attempts of a refused call go on for so long.
+BUDGETS = Budgets(connect_s=5.0, target_s=5.0, resume_s=5.0)
+
+Ask = Callable[..., list[int]]
+
+
+@dataclass
+class Scripted:
+    """A coordinator that serves, by its health, unless told otherwise."""
+
+    servicer: ScriptedCoordinator
+    server: grpc.Server
+    endpoint: str
+    health: health.HealthServicer
+
+    @property
+    def num_asked(self) -> int:
+        return len(self.servicer.requests)
+
+    def says_serving(self, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        self.health.set("", status.SERVING if is_serving else status.NOT_SERVING)
+
+
+@pytest.fixture
+def coordinators() -> Iterator[tuple[Scripted, Scripted]]:
+    """Both give one token to everybody."""
+    both = []
+    for token_id in (1, 2):
+        servicer, checked = ScriptedCoordinator([gives(token_id)]), health.HealthServicer()
+        server, endpoint = serve(servicer, also=partial(health_pb2_grpc.add_HealthServicer_to_server, checked))
+        both.append(Scripted(servicer, server, endpoint, checked))
+        both[-1].says_serving(True)
+    yield both[0], both[1]
+    for scripted in both:
+        scripted.server.stop(None)
+
+
+def gives(token_id: int) -> Script:
+    return lambda request: [started(request), tokens(0, [token_id]), finished(1)]
+
+
+def refuses(error: SpecdecError) -> Script:
+    error.retry_after_s = 0.0
+    return lambda request: [error]
+
+
+def ask_blocking(coordinators: tuple[Scripted, Scripted], num_requests: int, **options: Any) -> list[int]:
+    with Client(endpoint_of(coordinators), budgets=BUDGETS) as client:
+        outputs = [client.generate("p", temperature=0, **options) for _ in range(num_requests)]
+    return [output.token_ids[0] for output in outputs]
+
+
+def ask_async(coordinators: tuple[Scripted, Scripted], num_requests: int, **options: Any) -> list[int]:
+    async def read() -> list[int]:
+        async with AsyncClient(endpoint_of(coordinators), budgets=BUDGETS) as client:
+            outputs = [await client.generate("p", temperature=0, **options) for _ in range(num_requests)]
+        return [output.token_ids[0] for output in outputs]
+
+    return asyncio.run(read())
+
+
+def endpoint_of(coordinators: tuple[Scripted, Scripted]) -> str:
+    return "ipv4:" + ",".join(scripted.endpoint for scripted in coordinators)
+
+
+@pytest.fixture(params=[ask_blocking, ask_async], ids=["blocking", "async"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    asking: Ask = request.param
+    return asking
+
+
+def test_who_is_answered_stays_with_the_first(coordinators: tuple[Scripted, Scripted], ask: Ask) -> None:
+    assert ask(coordinators, 5) == [1] * 5
+
+
+@pytest.mark.parametrize("error", [Unavailable("no target"), ResourceExhausted("full")], ids=["unavailable", "full"])
+def test_who_is_refused_goes_to_one_that_says_it_serves_and_stays_there(
+    coordinators: tuple[Scripted, Scripted], ask: Ask, error: SpecdecError
+) -> None:
+    first, _ = coordinators
+    first.servicer.scripts = [refuses(error)]
+    first.says_serving(False)
+    assert ask(coordinators, 5) == [2] * 5
+    assert first.num_asked == 1
+
+
+def test_one_that_does_not_say_it_serves_is_no_way_out(coordinators: tuple[Scripted, Scripted], ask: Ask) -> None:
+    first, second = coordinators
+    first.servicer.scripts = [refuses(Unavailable("no target")), gives(1)]
+    first.says_serving(False)
+    second.says_serving(False)
+    assert ask(coordinators, 2) == [1, 1]
+    assert second.num_asked == 0
+
+
+def test_a_session_that_another_has_is_waited_for_where_it_is(
+    coordinators: tuple[Scripted, Scripted], ask: Ask
+) -> None:
+    first, second = coordinators
+    first.servicer.scripts = [refuses(SessionBusy("another one's")), gives(1)]
+    assert ask(coordinators, 1) == [1]
+    assert second.num_asked == 0
+
+
+def test_of_two_that_say_they_serve_one_that_refuses_is_followed_by_the_other(
+    coordinators: tuple[Scripted, Scripted], ask: Ask
+) -> None:
+    first, second = coordinators
+    first.servicer.scripts = [refuses(ResourceExhausted("full"))]
+    second.servicer.scripts = [refuses(ResourceExhausted("full")), gives(2)]
+    assert ask(coordinators, 1) == [2]
+
+
+def test_when_the_others_are_gone_the_first_is_asked_again(coordinators: tuple[Scripted, Scripted]) -> None:
+    first, second = coordinators
+    first.servicer.scripts = [refuses(Unavailable("no target")), gives(1)]
+    first.says_serving(False)
+    with Client(endpoint_of(coordinators), budgets=BUDGETS) as client:
+        assert client.generate("p", temperature=0).token_ids == (2,)
+        second.server.stop(None).wait()
+        assert client.generate("p", temperature=0).token_ids == (1,)
+
+
+def test_a_call_that_is_tried_once_waits_for_no_other_one(coordinators: tuple[Scripted, Scripted]) -> None:
+    first, second = coordinators
+    first.servicer.scripts = [refuses(Unavailable("no target"))]
+    with Client(endpoint_of(coordinators), budgets=Budgets(connect_s=0.0)) as client, pytest.raises(Unavailable):
+        client.generate("p", temperature=0)
+    assert (first.num_asked, second.num_asked) == (1, 0)
+
+
+def test_a_timeout_holds_for_the_look_at_the_others_too(coordinators: tuple[Scripted, Scripted]) -> None:
+    first, second = coordinators
+    first.servicer.scripts = [refuses(Unavailable("no target"))]
+    for scripted in (first, second):
+        scripted.says_serving(False)
+    began_s = time.monotonic()
+    with Client(endpoint_of(coordinators), budgets=BUDGETS) as client, pytest.raises(DeadlineExceeded):
+        client.generate("p", temperature=0, timeout=0.3)
+    assert time.monotonic() - began_s < 3.0  # it would try for 5 s
+
+
+async def test_a_client_that_is_closed_while_it_looks_for_another_one_says_so(
+    coordinators: tuple[Scripted, Scripted],
+) -> None:
+    first, second = coordinators
+    first.servicer.scripts = [refuses(Unavailable("no target"))]
+    for scripted in (first, second):
+        scripted.says_serving(False)
+    client = AsyncClient(endpoint_of(coordinators), budgets=BUDGETS)
+    asked = asyncio.create_task(client.generate("p", temperature=0))
+    blocking = Client(endpoint_of(coordinators), budgets=BUDGETS)
+    generating = asyncio.create_task(asyncio.to_thread(blocking.generate, "p", temperature=0))
+    async with asyncio.timeout(20):
+        await eventually(lambda: first.num_asked == 2)  # both were refused, and look round for half a second
+        await asyncio.sleep(0.2)
+        await client.close()
+        blocking.close()
+        for task in (asked, generating):
+            with pytest.raises(ClientClosed):
+                await task
