@@ -42,6 +42,7 @@ _SERVING_ONES = (
 )
 
 _ANY_SERVICE = health_pb2.HealthCheckRequest()
+_UNKNOWN = health_pb2.HealthCheckResponse()
 
 ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
 
@@ -78,23 +79,21 @@ class _Attempts(Generic[ChannelT]):
 
     _coordinators: _Coordinators[ChannelT]
     _way: _Way[ChannelT]
-    _is_refused = False
-    """Whether the last one was, by a coordinator's own word."""
+    _looks_round = False
+    """Whether another coordinator is to be looked for before the next one, unless another call has found one."""
 
     def failed(self, error: grpc.RpcError) -> SpecdecError:
         """What the last attempt ended with."""
         failure = read_failure(error, self._coordinators.endpoint)
         if isinstance(failure, Unavailable | ResourceExhausted):
-            self._is_refused = is_coordinators_word(error)
-            # One of the others that refuses is followed by the next of them.
-            if self._way is not self._coordinators.first and not self._is_refused:
-                self._coordinators.chosen = self._coordinators.first
+            is_first, is_refused = self._way is self._coordinators.first, is_coordinators_word(error)
+            # gRPC itself goes on from a first one that broke, and from one of the others that refuses to the next.
+            self._looks_round = is_refused if is_first else not is_refused
         return failure
 
-    def _looks_round(self) -> bool:
-        """Whether another coordinator is to be looked for before the next attempt."""
-        is_refused, self._is_refused = self._is_refused, False
-        return is_refused and self._coordinators.chosen is self._coordinators.first
+    def _has_to_look(self) -> bool:
+        looks_round, self._looks_round = self._looks_round, False
+        return looks_round and self._coordinators.chosen is self._way
 
     def _begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         self._coordinators.require_open()
@@ -123,21 +122,20 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
         super().__init__(endpoint, dial(check_endpoint(endpoint), CHANNEL_OPTIONS))
 
     async def look_round(self, patience_s: float) -> None:
-        """Chooses the others if one of them serves, now or soon."""
+        """Chooses the others if one of them serves, now or soon, else the first."""
         if self._others is None:
             self._others = _Way.over(dial(self.endpoint, _SERVING_ONES))
         others = self._others
         try:
             answer = await others.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=True)
         except grpc.RpcError:
-            return
+            answer = _UNKNOWN
         except (grpc.aio.UsageError, asyncio.CancelledError):  # gRPC's words for a channel that is closed meanwhile
             task = asyncio.current_task()
             if task is None or not task.cancelling():
                 self.require_open()
             raise
-        if _says_serving(answer):
-            self.chosen = others
+        self.chosen = others if _says_serving(answer) else self.first
 
     async def close(self) -> None:
         """Ends every call and connection. Idempotent."""
@@ -155,7 +153,7 @@ class AsyncAttempts(_Attempts[grpc.aio.Channel]):
 
     async def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """The call, begun. Raises ClientClosed."""
-        if self._looks_round():
+        if self._has_to_look():
             self._coordinators.require_open()
             await self._coordinators.look_round(_patience_s(recovery))
         return self._begin(method, request, recovery)
@@ -170,7 +168,7 @@ class Coordinators(_Coordinators[grpc.Channel]):
         self._lock = threading.Lock()
 
     def look_round(self, patience_s: float) -> None:
-        """Chooses the others if one of them serves, now or soon. Raises ClientClosed."""
+        """Chooses the others if one of them serves, now or soon, else the first. Raises ClientClosed."""
         with self._lock:
             self.require_open()
             if self._others is None:
@@ -179,12 +177,11 @@ class Coordinators(_Coordinators[grpc.Channel]):
         try:
             answer = others.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=True)
         except grpc.RpcError:
-            return
+            answer = _UNKNOWN
         except ValueError:  # gRPC's word for a closed channel
             self.require_open()
             raise
-        if _says_serving(answer):
-            self.chosen = others
+        self.chosen = others if _says_serving(answer) else self.first
 
     def close(self) -> None:
         """Ends every call and connection. Idempotent."""
@@ -203,6 +200,6 @@ class Attempts(_Attempts[grpc.Channel]):
 
     def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """The call, begun. Raises ClientClosed."""
-        if self._looks_round():
+        if self._has_to_look():
             self._coordinators.look_round(_patience_s(recovery))
         return self._begin(method, request, recovery)

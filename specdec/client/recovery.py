@@ -26,7 +26,7 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also how long one attempt to connect may take; 20 s by default
-    ("grpc.keepalive_time_ms", 10_000),  # while a call is open: notices a coordinator whose machine is gone
+    ("grpc.keepalive_time_ms", 5_000),  # while a call is open: notices a coordinator whose machine is gone
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # a minute by default, whatever the line above says
     ("grpc.http2.max_pings_without_data", 0),  # a stream that waits long says nothing meanwhile

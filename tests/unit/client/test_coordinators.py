@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from specdec.client import AsyncClient, Budgets, Client
 from specdec.errors import ClientClosed, DeadlineExceeded, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
+from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import eventually
-from tests.support.scripted_coordinator import Script, ScriptedCoordinator, finished, serve, started, tokens
+from tests.support.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens
 
 #: Attempts of a refused call go on for so long.
 BUDGETS = Budgets(connect_s=5.0, target_s=5.0, resume_s=5.0)
@@ -42,20 +44,6 @@ class Scripted:
         self.health.set("", status.SERVING if is_serving else status.NOT_SERVING)
 
 
-@pytest.fixture
-def coordinators() -> Iterator[tuple[Scripted, Scripted]]:
-    """Both give one token to everybody."""
-    both = []
-    for token_id in (1, 2):
-        servicer, checked = ScriptedCoordinator([gives(token_id)]), health.HealthServicer()
-        server, endpoint = serve(servicer, also=partial(health_pb2_grpc.add_HealthServicer_to_server, checked))
-        both.append(Scripted(servicer, server, endpoint, checked))
-        both[-1].says_serving(True)
-    yield both[0], both[1]
-    for scripted in both:
-        scripted.server.stop(None)
-
-
 def gives(token_id: int) -> Script:
     return lambda request: [started(request), tokens(0, [token_id]), finished(1)]
 
@@ -65,13 +53,39 @@ def refuses(error: SpecdecError) -> Script:
     return lambda request: [error]
 
 
-def ask_blocking(coordinators: tuple[Scripted, Scripted], num_requests: int, **options: Any) -> list[int]:
+def gives_once(released: threading.Event, token_id: int) -> Script:
+    def script(request: pb.GenerateRequest) -> list[Event]:
+        assert released.wait(20)
+        return gives(token_id)(request)
+
+    return script
+
+
+def scripted(token_id: int) -> Scripted:
+    """Gives this token to everybody."""
+    servicer, checked = ScriptedCoordinator([gives(token_id)]), health.HealthServicer()
+    server, endpoint = serve(servicer, also=partial(health_pb2_grpc.add_HealthServicer_to_server, checked))
+    coordinator = Scripted(servicer, server, endpoint, checked)
+    coordinator.says_serving(True)
+    return coordinator
+
+
+@pytest.fixture
+def coordinators() -> Iterator[tuple[Scripted, Scripted]]:
+    """Both give one token to everybody."""
+    both = scripted(1), scripted(2)
+    yield both
+    for coordinator in both:
+        coordinator.server.stop(None)
+
+
+def ask_blocking(coordinators: Sequence[Scripted], num_requests: int, **options: Any) -> list[int]:
     with Client(endpoint_of(coordinators), budgets=BUDGETS) as client:
         outputs = [client.generate("p", temperature=0, **options) for _ in range(num_requests)]
     return [output.token_ids[0] for output in outputs]
 
 
-def ask_async(coordinators: tuple[Scripted, Scripted], num_requests: int, **options: Any) -> list[int]:
+def ask_async(coordinators: Sequence[Scripted], num_requests: int, **options: Any) -> list[int]:
     async def read() -> list[int]:
         async with AsyncClient(endpoint_of(coordinators), budgets=BUDGETS) as client:
             outputs = [await client.generate("p", temperature=0, **options) for _ in range(num_requests)]
@@ -80,7 +94,7 @@ def ask_async(coordinators: tuple[Scripted, Scripted], num_requests: int, **opti
     return asyncio.run(read())
 
 
-def endpoint_of(coordinators: tuple[Scripted, Scripted]) -> str:
+def endpoint_of(coordinators: Sequence[Scripted]) -> str:
     return "ipv4:" + ",".join(scripted.endpoint for scripted in coordinators)
 
 
@@ -140,6 +154,41 @@ def test_when_the_others_are_gone_the_first_is_asked_again(coordinators: tuple[S
         assert client.generate("p", temperature=0).token_ids == (2,)
         second.server.stop(None).wait()
         assert client.generate("p", temperature=0).token_ids == (1,)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_one_of_the_others_whose_connection_breaks_is_followed_by_the_next_of_them(
+    coordinators: tuple[Scripted, Scripted], kind: type[Client | AsyncClient]
+) -> None:
+    """Not by the first: that one could not serve, and its connection may be dead without a word."""
+    (first, second), third = coordinators, scripted(3)
+    first.servicer.scripts = [refuses(Unavailable("no target")), gives(1)]
+    first.says_serving(False)
+    client = kind(endpoint_of((first, second, third)), budgets=BUDGETS)
+
+    async def token_id() -> int:
+        if isinstance(client, Client):
+            return (await asyncio.to_thread(client.generate, "p", temperature=0)).token_ids[0]
+        return (await client.generate("p", temperature=0)).token_ids[0]
+
+    async with asyncio.timeout(20):
+        assert await token_id() in (2, 3)  # with the others from now on
+        while not (second.num_asked and third.num_asked):
+            await token_id()
+        goes_on = threading.Event()
+        for other, given in ((second, 2), (third, 3)):
+            other.servicer.scripts = [gives_once(goes_on, given)]
+        num_asked = second.num_asked + 1, third.num_asked + 1
+        outputs = [asyncio.create_task(token_id()) for _ in range(2)]
+        await eventually(lambda: (second.num_asked, third.num_asked) == num_asked)
+        second.server.stop(None).wait()
+        goes_on.set()
+        assert [await output for output in outputs] == [3, 3]
+    assert first.num_asked == 1
+    closing = client.close()
+    if closing is not None:
+        await closing
+    third.server.stop(None)
 
 
 def test_a_call_that_is_tried_once_waits_for_no_other_one(coordinators: tuple[Scripted, Scripted]) -> None:
