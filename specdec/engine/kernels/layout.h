@@ -110,9 +110,8 @@ struct Batch {
     float* attended;              // [tokens, heads * head_dim]
     float* gate_up;               // [tokens, padded 2 * mlp]
     float* joined;                // [tokens, widest input of a draft head]
-    uint8_t* high;                // [tokens, widest inputs in whole groups]: of rows as integers, as the next two
-    uint8_t* low;                 // the same
-    float* row_scales;            // [tokens]
+    uint8_t* integers;            // [tokens, 2 * widest inputs in whole groups]: rows as integers of 16 bits
+    float* row_scales;            // [tokens]: what these are multiplied with
     float* scores;                // [num_threads, MAX_QUERIES, longest context in whole blocks]
     int64_t scores_width;
     float* logits;   // [logit_rows, padded outputs of the head]

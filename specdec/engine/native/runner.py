@@ -239,7 +239,7 @@ class NativeRunner(Worker):
         models = [self._model, *(head.structure.model for head in self._native_heads.values())]
         padded, group = self._packing.padded, self._packing.group
         widest = max(max(model.hidden, model.heads * model.head_dim, model.mlp) for model in models)
-        in_groups = -(-widest // group) * group // torch.float32.itemsize  # they are bytes
+        in_groups = -(-widest // group) * group
         return {
             "hidden": self._model.hidden,
             "normed": self._model.hidden,
@@ -248,8 +248,7 @@ class NativeRunner(Worker):
             "gate_up": max(padded(2 * model.mlp) for model in models),
             "joined": max((head.num_inputs for head in self._native_heads.values()), default=0),
             "row_scales": 1,
-            "high": in_groups,
-            "low": in_groups,
+            "integers": 2 * in_groups // torch.float32.itemsize,
         }
 
     def _describe_model(self, model: PreTrainedModel, kinds: list[AttentionKind], is_int8: bool) -> Model:

@@ -1,0 +1,239 @@
+// Rows times int8 weights in panels: y = or += x W^T + bias.
+//
+// A row is rounded to integers of 16 bits, x = scale * (256 * high + low), by its own scale: 1 / 65,024 of its largest
+// number at most, finer than the weights by far. Sums of integers are exact: the same bits on every processor, in any
+// company, by whichever instruction. Included by `products.h`.
+
+#pragma once
+
+#include "panels.h"
+
+namespace {
+
+constexpr float LARGEST_ROUNDED = 127 * 256;
+
+// Rows are kept as numbers of 16 bits where the processor multiplies those and no bytes, otherwise as bytes.
+// SPECDEC_AS_BYTES keeps them so everywhere, for tests to compare.
+#if !defined(SPECDEC_AS_BYTES) && \
+    ((defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || (defined(__AVX2__) && !defined(__AVX512F__)))
+#define SPECDEC_AS_NUMBERS
+constexpr bool AS_NUMBERS = true;
+#else
+constexpr bool AS_NUMBERS = false;
+#endif
+
+// Rows of one product that share the panel's weights while they are in registers.
+constexpr int MAX_INT8_ROWS = AS_NUMBERS || LANES == 16 ? 6 : 2;
+
+// x * factor to the nearest integers.
+inline Integers rounded(Vector x, float factor) {
+    const Vector magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    return __builtin_convertvector(multiply_add(x, broadcast(factor), magic) - magic, Integers);
+}
+
+// Of one row of `Batch::integers`, from input `at` on: numbers of 16 bits, or the high bytes of all inputs (with ZERO
+// added: 0..255) before the low ones of all.
+template <class Lanes>
+void put_integers(Lanes numbers, int64_t at, int64_t stride, uint8_t* row) {
+    constexpr int count = sizeof numbers / sizeof(int32_t);
+    if constexpr (AS_NUMBERS) {
+        typedef int16_t Numbers __attribute__((vector_size(count * 2)));
+        const Numbers shorter = __builtin_convertvector(numbers, Numbers);
+        std::memcpy(row + 2 * at, &shorter, sizeof shorter);
+    } else {
+        typedef int8_t Halves __attribute__((vector_size(count)));
+        const Halves high = __builtin_convertvector((numbers >> 8) + ZERO, Halves);
+        const Halves low = __builtin_convertvector(numbers & 255, Halves);
+        std::memcpy(row + at, &high, sizeof high);
+        std::memcpy(row + stride + at, &low, sizeof low);
+    }
+}
+
+// A row as integers in whole groups; returns its scale, not a number where an entry is none or infinite.
+float round_row(const float* x, int64_t inputs, uint8_t* row) {
+    Vector most = {}, zeros = {};
+    float tail[LANES] = {};  // the last, incomplete vector
+    const int64_t whole = inputs / LANES * LANES, stride = grouped(inputs);
+    std::memcpy(tail, x + whole, (inputs - whole) * sizeof(float));
+    for (int64_t at = 0; at <= whole; at += LANES) {
+        const Vector numbers = load(at < whole ? x + at : tail);
+        const Vector sizes = numbers < 0.0f ? -numbers : numbers;
+        most = sizes > most ? sizes : most;
+        zeros += numbers * 0.0f;
+    }
+    const float longest = largest(most);
+    // Smaller rows count as 0: the inverse of their scale would be infinite.
+    const float inverse = longest > 1e-30f ? LARGEST_ROUNDED / longest : 0.0f;
+    for (int64_t at = 0; at < whole; at += LANES) put_integers(rounded(load(x + at), inverse), at, stride, row);
+    typedef int32_t Group __attribute__((vector_size(GROUP * 4)));
+    const Integers last = rounded(load(tail), inverse);
+    for (int64_t at = whole; at < stride; at += GROUP) {
+        Group group;
+        std::memcpy(&group, reinterpret_cast<const int32_t*>(&last) + (at - whole), sizeof group);
+        put_integers(group, at, stride, row);
+    }
+    return longest / LARGEST_ROUNDED + sum(zeros);
+}
+
+// What 256 * high + low, each summed over a row, is for one vector of outputs.
+inline void put_sums(const Product& product, int64_t output, Integers high, Integers low, float row_scale, float* y,
+                     Into into) {
+    high += low >> 8;
+    const Vector sum = __builtin_convertvector(high, Vector) * 256.0f + __builtin_convertvector(low & 255, Vector);
+    put(product, output, sum * (load(product.scales + output) * row_scale), y, into);
+}
+
+#ifdef SPECDEC_AS_NUMBERS
+
+#if defined(__AVX512BW__)
+typedef __m512i Numbers;
+inline Numbers load_numbers(const int8_t* from) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline Numbers broadcast_numbers(int64_t group) { return _mm512_set1_epi64(group); }
+inline Integers pair_sums(Numbers a, Numbers b) { return reinterpret_cast<Integers>(_mm512_madd_epi16(a, b)); }
+#else
+typedef __m256i Numbers;
+inline Numbers load_numbers(const int8_t* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Numbers broadcast_numbers(int64_t group) { return _mm256_set1_epi64x(group); }
+inline Integers pair_sums(Numbers a, Numbers b) { return reinterpret_cast<Integers>(_mm256_madd_epi16(a, b)); }
+#endif
+
+// Inputs whose products a lane can sum: it gets two of each GROUP, and is added to its neighbour.
+constexpr int64_t SUMMABLE_INPUTS = 512;
+static_assert(SUMMABLE_INPUTS * 127 * 32768 < INT32_MAX);
+
+// Vectors of outputs that are summed at once: with more, the sums of some rows would not stay in 16 registers.
+template <int ROWS>
+constexpr int PARTS = LANES == 8 && ROWS > 2 ? 1 : PANEL_VECTORS;
+
+// Sums of neighbours: of x, then of y.
+template <int... LANE>
+inline Integers neighbour_sums(Integers x, Integers y, std::integer_sequence<int, LANE...>) {
+    return __builtin_shuffle(x, y, Integers{2 * LANE...}) + __builtin_shuffle(x, y, Integers{2 * LANE + 1 ...});
+}
+
+template <int ROWS>
+void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride, Integers (&high)[ROWS][PARTS<ROWS>],
+                  Integers (&low)[ROWS][PARTS<ROWS>]) {
+    for (int64_t begin = 0; begin < stride; begin += SUMMABLE_INPUTS) {
+        const int64_t end = begin + SUMMABLE_INPUTS < stride ? begin + SUMMABLE_INPUTS : stride;
+        Integers sums[ROWS][PARTS<ROWS>][2] = {};  // two lanes an output, so two vectors
+        for (int64_t input = begin; input < end; input += GROUP) {
+            const int8_t* from = weights + input * PANEL;
+            if constexpr (ROWS > 2) ask_ahead<PANEL * GROUP>(from);
+            Numbers some[2 * PARTS<ROWS>];
+#pragma GCC unroll 4
+            for (int at = 0; at < 2 * PARTS<ROWS>; ++at) some[at] = load_numbers(from + at * (LANES / 2) * GROUP);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; ++row) {
+                int64_t numbers;
+                std::memcpy(&numbers, integers + 2 * (row * stride + input), sizeof numbers);
+                const Numbers group = broadcast_numbers(numbers);
+#pragma GCC unroll 4
+                for (int at = 0; at < 2 * PARTS<ROWS>; ++at) sums[row][at / 2][at % 2] += pair_sums(group, some[at]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+            for (int part = 0; part < PARTS<ROWS>; ++part) {
+                const Integers sum = neighbour_sums(sums[row][part][0], sums[row][part][1],
+                                                    std::make_integer_sequence<int, LANES>{});
+                high[row][part] += sum >> 8;
+                low[row][part] += sum & 255;
+            }
+    }
+}
+
+#else
+
+template <int ROWS>
+constexpr int PARTS = PANEL_VECTORS;
+
+// sums + the four products of each lane's bytes: of 0..255 with those of -127..127.
+inline Integers dot(Integers sums, Integers bytes, Integers weights) {
+#if defined(__AVX512VNNI__)
+    return reinterpret_cast<Integers>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums),
+                                                          reinterpret_cast<__m512i>(bytes),
+                                                          reinterpret_cast<__m512i>(weights)));
+#else
+    for (int byte = 0; byte < GROUP; ++byte)
+        sums += (weights << (24 - 8 * byte) >> 24) * (bytes >> (8 * byte) & 255);
+    return sums;
+#endif
+}
+
+inline Integers broadcast_group(const uint8_t* from) {
+    int32_t group;
+    std::memcpy(&group, from, sizeof group);
+    return group - Integers{};
+}
+
+template <int ROWS>
+void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride, Integers (&high)[ROWS][PARTS<ROWS>],
+                  Integers (&low)[ROWS][PARTS<ROWS>]) {
+    for (int64_t input = 0; input < stride; input += GROUP, weights += PANEL * GROUP) {
+        if constexpr (ROWS > 2) ask_ahead<PANEL * GROUP>(weights);
+        Integers group[PANEL_VECTORS];
+        for (int part = 0; part < PANEL_VECTORS; ++part) group[part] = load_bytes(weights + part * LANES * GROUP);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) {
+            const Integers high_group = broadcast_group(integers + 2 * row * stride + input);
+            const Integers low_group = broadcast_group(integers + (2 * row + 1) * stride + input);
+            for (int part = 0; part < PANEL_VECTORS; ++part) {
+                high[row][part] = dot(high[row][part], high_group, group[part]);
+                low[row][part] = dot(low[row][part], low_group, group[part]);
+            }
+        }
+    }
+}
+
+#endif
+
+template <int ROWS>
+void multiply_int8_rows(const Product& product, int64_t panel, const Batch& batch, int64_t first_row, float* y,
+                        int64_t y_stride, Into into) {
+    const int64_t stride = grouped(product.inputs);
+    const uint8_t* integers = batch.integers + first_row * 2 * stride;
+    const int8_t* weights = static_cast<const int8_t*>(product.weights) + panel * stride * PANEL;
+    for (int first = 0; first < PANEL_VECTORS; first += PARTS<ROWS>) {
+        Integers high[ROWS][PARTS<ROWS>] = {}, low[ROWS][PARTS<ROWS>] = {};
+        sum_products<ROWS>(weights + first * LANES * GROUP, integers, stride, high, low);
+        // Unrolled, here and where rows of floats end, for the sums to stay in registers before.
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+            for (int part = 0; part < PARTS<ROWS>; ++part) {
+                const int64_t output = panel * PANEL + (first + part) * LANES;
+                if constexpr (!AS_NUMBERS) high[row][part] -= load(product.offsets + output);
+                put_sums(product, output, high[row][part], low[row][part], batch.row_scales[first_row + row],
+                         y + row * y_stride, into);
+            }
+    }
+}
+
+void multiply_int8_panel(const Product& product, int64_t panel, const Batch& batch, int64_t rows, float* y,
+                         int64_t y_stride, Into into) {
+    for (int64_t row = 0; row < rows;) {
+        int done = 1;
+        float* to = y + row * y_stride;
+#define SPECDEC_ROWS(n)                                                          \
+    if (n <= MAX_INT8_ROWS && rows - row >= n) {                                 \
+        multiply_int8_rows<n>(product, panel, batch, row, to, y_stride, into);   \
+        done = n;                                                                \
+    } else
+        SPECDEC_ROWS(6)
+        SPECDEC_ROWS(5)
+        SPECDEC_ROWS(4)
+        SPECDEC_ROWS(3)
+        SPECDEC_ROWS(2)
+        multiply_int8_rows<1>(product, panel, batch, row, to, y_stride, into);
+#undef SPECDEC_ROWS
+        row += done;
+    }
+}
+
+}  // namespace
