@@ -123,7 +123,7 @@ void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride
         Integers sums[ROWS][PARTS<ROWS>][2] = {};  // two lanes an output, so two vectors
         for (int64_t input = begin; input < end; input += GROUP) {
             const int8_t* from = weights + input * PANEL;
-            if constexpr (ROWS > 2) ask_ahead<PANEL * GROUP>(from);
+            if constexpr (ROWS >= ROWS_TO_ASK_FOR_SHORT) ask_ahead<PANEL * GROUP>(from);
             Numbers some[2 * PARTS<ROWS>];
 #pragma GCC unroll 4
             for (int at = 0; at < 2 * PARTS<ROWS>; ++at) some[at] = load_numbers(from + at * (LANES / 2) * GROUP);
@@ -176,7 +176,7 @@ template <int ROWS>
 void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride, Integers (&high)[ROWS][PARTS<ROWS>],
                   Integers (&low)[ROWS][PARTS<ROWS>]) {
     for (int64_t input = 0; input < stride; input += GROUP, weights += PANEL * GROUP) {
-        if constexpr (ROWS > 2) ask_ahead<PANEL * GROUP>(weights);
+        if constexpr (ROWS >= ROWS_TO_ASK_FOR_SHORT) ask_ahead<PANEL * GROUP>(weights);
         Integers group[PANEL_VECTORS];
         for (int part = 0; part < PANEL_VECTORS; ++part) group[part] = load_bytes(weights + part * LANES * GROUP);
 #pragma GCC unroll 8
@@ -218,13 +218,12 @@ void multiply_int8_rows(const Product& product, int64_t panel, const Batch& batc
 void multiply_int8_panel(const Product& product, int64_t panel, const Batch& batch, int64_t rows, float* y,
                          int64_t y_stride, Into into) {
     for (int64_t row = 0; row < rows;) {
-        int done = 1;
+        const int64_t sharing = rows_sharing(rows - row, MAX_INT8_ROWS);
         float* to = y + row * y_stride;
-#define SPECDEC_ROWS(n)                                                          \
-    if (n <= MAX_INT8_ROWS && rows - row >= n) {                                 \
-        multiply_int8_rows<n>(product, panel, batch, row, to, y_stride, into);   \
-        done = n;                                                                \
-    } else
+#define SPECDEC_ROWS(n)                                                        \
+    if (n <= MAX_INT8_ROWS && sharing == n)                                    \
+        multiply_int8_rows<n>(product, panel, batch, row, to, y_stride, into); \
+    else
         SPECDEC_ROWS(6)
         SPECDEC_ROWS(5)
         SPECDEC_ROWS(4)
@@ -232,7 +231,7 @@ void multiply_int8_panel(const Product& product, int64_t panel, const Batch& bat
         SPECDEC_ROWS(2)
         multiply_int8_rows<1>(product, panel, batch, row, to, y_stride, into);
 #undef SPECDEC_ROWS
-        row += done;
+        row += sharing;
     }
 }
 

@@ -11,7 +11,7 @@
 namespace {
 
 // Rows of one product that share the panel's weights while they are in registers.
-constexpr int MAX_ROWS = LANES == 8 ? 4 : 8;
+constexpr int MAX_ROWS = LANES == 8 ? 6 : 8;  // what 16 registers hold the sums of, and 32
 
 static_assert(PANEL_VECTORS == 2, "halves of bytes, and of words, are two vectors");
 
@@ -26,7 +26,7 @@ inline void load_panel(const Bfloat16* from, Vector* weights) { load_paired(from
 template <class Weight>
 class Plain {
 public:
-    static constexpr bool ASKS_AHEAD = sizeof(Weight) < sizeof(float);
+    static constexpr int ROWS_TO_ASK = sizeof(Weight) < sizeof(float) ? ROWS_TO_ASK_FOR_SHORT : ROWS_TO_ASK_FOR_FLOAT;
 
     Plain(const Product& product, int64_t panel)
         : from_(static_cast<const Weight*>(product.weights) + panel * product.inputs * PANEL) {}
@@ -46,7 +46,7 @@ private:
 template <int BITS>
 class Scaled {
 public:
-    static constexpr bool ASKS_AHEAD = true;
+    static constexpr int ROWS_TO_ASK = ROWS_TO_ASK_FOR_SHORT;
 
     Scaled(const Product& product, int64_t panel)
         : from_(static_cast<const uint8_t*>(product.weights) + panel * (product.inputs / SHARED) * BYTES) {}
@@ -91,7 +91,7 @@ void multiply_rows(const Product& product, int64_t panel, const float* x, int64_
     Reader reader(product, panel);
     for (int64_t input = 0; input < product.inputs; ++input) {
         Vector weights[PANEL_VECTORS];
-        reader.template next<(ROWS > 2) && Reader::ASKS_AHEAD>(weights);
+        reader.template next<(ROWS >= Reader::ROWS_TO_ASK)>(weights);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
             const Vector value = broadcast(x[row * x_stride + input]);
@@ -110,12 +110,11 @@ template <class Reader>
 void multiply_panel(const Product& product, int64_t panel, const float* x, int64_t x_stride, int64_t rows, float* y,
                     int64_t y_stride, Into into) {
     while (rows > 0) {
-        int done = 1;
+        const int64_t sharing = rows_sharing(rows, MAX_ROWS);
 #define SPECDEC_ROWS(n)                                                           \
-    if (n <= MAX_ROWS && rows >= n) {                                             \
+    if (n <= MAX_ROWS && sharing == n)                                            \
         multiply_rows<n, Reader>(product, panel, x, x_stride, y, y_stride, into); \
-        done = n;                                                                 \
-    } else
+    else
         SPECDEC_ROWS(8)
         SPECDEC_ROWS(7)
         SPECDEC_ROWS(6)
@@ -125,9 +124,9 @@ void multiply_panel(const Product& product, int64_t panel, const float* x, int64
         SPECDEC_ROWS(2)
         multiply_rows<1, Reader>(product, panel, x, x_stride, y, y_stride, into);
 #undef SPECDEC_ROWS
-        rows -= done;
-        x += done * x_stride;
-        y += done * y_stride;
+        rows -= sharing;
+        x += sharing * x_stride;
+        y += sharing * y_stride;
     }
 }
 
