@@ -33,7 +33,7 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, ResourceExhausted, SessionBusy, Unavailable, Unsupported
+from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, Unavailable, Unsupported
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import PrefixDirectory, Promotion, RequestRecord, SessionRecord, SessionStore
 from specdec.tenant import DEFAULT_TENANT
@@ -225,7 +225,7 @@ class Generations:
         record = await self._tails.mend(request.session_id, await self._store.load(request.session_id))
         stored = record.request if record else None
         if request.resume_from is not None and stored is None:
-            raise _no_session(request.session_id)
+            raise _nothing_to_resume(request.session_id, request.resume_from)
         if stored is not None and (request.resume_from is not None or request.request_id == stored.request_id):
             return await self._resume(stored, request, began)
         if record is not None and record.status == "running":
@@ -269,6 +269,15 @@ class Generations:
 
 def _no_session(session_id: str) -> NotFound:
     return NotFound(f"session_id {session_id!r} is not a session", field="session_id")
+
+
+def _nothing_to_resume(session_id: str, num_held: int) -> NotFound | SessionLost:
+    """Whoever holds tokens of a session has seen it."""
+    if num_held == 0:
+        return _no_session(session_id)
+    return SessionLost(
+        f"session {session_id} is gone, and with it the output of which {num_held} tokens are held", field="resume_from"
+    )
 
 
 def _draining() -> Unavailable:

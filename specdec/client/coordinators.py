@@ -2,8 +2,9 @@
 
 gRPC by itself goes to an endpoint's next address where a connection fails. It stays where one holds, also to a
 coordinator that answers and is cut off from its store or from every target. Another connection is opened then, to all
-addresses whose health says that they serve, and calls go there until none of them does. Sessions may move: any
-coordinator resumes any session.
+addresses whose health says that they serve, and calls go there until none of them does. One that refuses is left at
+once; one that let a call's time run out is asked first whether it serves. Sessions may move: any coordinator resumes
+any session.
 
 Not here: what a failure means (`failures`), whether a call is tried again (`recovery`). Called by both clients.
 """
@@ -42,7 +43,6 @@ _SERVING_ONES = (
 )
 
 _ANY_SERVICE = health_pb2.HealthCheckRequest()
-_UNKNOWN = health_pb2.HealthCheckResponse()
 
 ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
 
@@ -65,8 +65,15 @@ class _Coordinators(Generic[ChannelT]):
         self.endpoint = endpoint
         self.first: _Way[ChannelT] = _Way.over(first)
         self.chosen: _Way[ChannelT] = self.first
+        self.doubted: _Way[ChannelT] | None = None
+        """Where a call's time was over before its coordinator said so."""
         self._others: _Way[ChannelT] | None = None
         self._closed = False
+
+    def take_doubt(self) -> _Way[ChannelT] | None:
+        """What the next call has to ask whether it serves: the chosen way, or None."""
+        doubted, self.doubted = self.doubted, None
+        return doubted if doubted is self.chosen else None
 
     def require_open(self) -> None:
         """Raises ClientClosed."""
@@ -85,8 +92,10 @@ class _Attempts(Generic[ChannelT]):
     def failed(self, error: grpc.RpcError) -> SpecdecError:
         """What the last attempt ended with."""
         failure = read_failure(error, self._coordinators.endpoint)
-        if isinstance(failure, Unavailable | ResourceExhausted):
-            is_first, is_refused = self._way is self._coordinators.first, is_coordinators_word(error)
+        is_first, is_refused = self._way is self._coordinators.first, is_coordinators_word(error)
+        if not is_refused and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._coordinators.doubted = self._way
+        elif isinstance(failure, Unavailable | ResourceExhausted):
             # gRPC itself goes on from a first one that broke, and from one of the others that refuses to the next.
             self._looks_round = is_refused if is_first else not is_refused
         return failure
@@ -126,16 +135,20 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
         if self._others is None:
             self._others = _Way.over(dial(self.endpoint, _SERVING_ONES))
         others = self._others
+        self.chosen = others if await self.serves(others, patience_s, wait_for_ready=True) else self.first
+
+    async def serves(self, way: _Way[grpc.aio.Channel], patience_s: float, *, wait_for_ready: bool = False) -> bool:
+        """Whether who is there says so. Raises ClientClosed."""
         try:
-            answer = await others.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=True)
+            answer = await way.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError:
-            answer = _UNKNOWN
+            return False
         except (grpc.aio.UsageError, asyncio.CancelledError):  # gRPC's words for a channel that is closed meanwhile
             task = asyncio.current_task()
             if task is None or not task.cancelling():
                 self.require_open()
             raise
-        self.chosen = others if _says_serving(answer) else self.first
+        return _says_serving(answer)
 
     async def close(self) -> None:
         """Ends every call and connection. Idempotent."""
@@ -153,8 +166,11 @@ class AsyncAttempts(_Attempts[grpc.aio.Channel]):
 
     async def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """The call, begun. Raises ClientClosed."""
-        if self._has_to_look():
-            self._coordinators.require_open()
+        self._coordinators.require_open()
+        looks_round, doubted = self._has_to_look(), self._coordinators.take_doubt()
+        if doubted is not None:
+            looks_round |= not await self._coordinators.serves(doubted, _patience_s(recovery))
+        if looks_round:
             await self._coordinators.look_round(_patience_s(recovery))
         return self._begin(method, request, recovery)
 
@@ -174,14 +190,18 @@ class Coordinators(_Coordinators[grpc.Channel]):
             if self._others is None:
                 self._others = _Way.over(dial_blocking(self.endpoint, _SERVING_ONES))
             others = self._others
+        self.chosen = others if self.serves(others, patience_s, wait_for_ready=True) else self.first
+
+    def serves(self, way: _Way[grpc.Channel], patience_s: float, *, wait_for_ready: bool = False) -> bool:
+        """Whether who is there says so. Raises ClientClosed."""
         try:
-            answer = others.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=True)
+            answer = way.health.Check(_ANY_SERVICE, timeout=patience_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError:
-            answer = _UNKNOWN
+            return False
         except ValueError:  # gRPC's word for a closed channel
             self.require_open()
             raise
-        self.chosen = others if _says_serving(answer) else self.first
+        return _says_serving(answer)
 
     def close(self) -> None:
         """Ends every call and connection. Idempotent."""
@@ -200,6 +220,10 @@ class Attempts(_Attempts[grpc.Channel]):
 
     def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """The call, begun. Raises ClientClosed."""
-        if self._has_to_look():
+        self._coordinators.require_open()
+        looks_round, doubted = self._has_to_look(), self._coordinators.take_doubt()
+        if doubted is not None:
+            looks_round |= not self._coordinators.serves(doubted, _patience_s(recovery))
+        if looks_round:
             self._coordinators.look_round(_patience_s(recovery))
         return self._begin(method, request, recovery)

@@ -26,6 +26,7 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also how long one attempt to connect may take; 20 s by default
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # 30 s by default, while a name's addresses may all be new
     ("grpc.keepalive_time_ms", 5_000),  # while a call is open: notices a coordinator whose machine is gone
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # a minute by default, whatever the line above says

@@ -21,6 +21,7 @@ from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer, take_replies
 from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.identity import require_meant
+from specdec.rpc.interceptors import COMPLAINT_INTERVAL_S
 from specdec.rpc.lanes import (
     MAX_HELLO_BYTES,
     FrameReader,
@@ -57,6 +58,14 @@ class LaneHost:
         self.info = info
         self.max_frame_bytes = max_frame_bytes
         self.lanes: set[Lane] = set()
+        self._complained_s = float("-inf")
+
+    def complain(self, error: Exception) -> None:
+        """A line in the log about who sends no frames, one a second at most: all are processes of this user."""
+        now_s = time.monotonic()
+        if now_s - self._complained_s >= COMPLAINT_INTERVAL_S:
+            self._complained_s = now_s
+            _log.warning("a lane is closed: %s", error)
 
 
 class LaneServer:
@@ -119,6 +128,8 @@ class Lane(asyncio.Protocol):
             return
         self._host.lanes.add(self)
         self._host.frames.watch_drain(self._note_drain)
+        if self._host.frames.draining:  # since before it was taken, while a step ran
+            self._kick()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._host.lanes.discard(self)
@@ -151,7 +162,7 @@ class Lane(asyncio.Protocol):
             for frame in self._reader.frames(data):
                 self._take_frame(frame, received_s)
         except (DecodeError, InvalidRequest) as error:
-            _log.warning("a lane is closed: %s", error)
+            self._host.complain(error)
             self.hang_up()
         except Unavailable as error:
             self._refuse(error.message)

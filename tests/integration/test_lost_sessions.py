@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import SessionLost
+from specdec.errors import SessionLost, SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
@@ -26,12 +26,14 @@ def turn(expected: int | None = None, **fields: Any) -> pb.GenerateRequest:
     return asked
 
 
-async def refusal_of(coordinator: Coordinator, asked: pb.GenerateRequest) -> SessionLost:
+async def refusal_of(
+    coordinator: Coordinator, asked: pb.GenerateRequest, field: str = "expected_session_tokens"
+) -> SpecdecError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await coordinator.generate(asked)
     error = from_rpc_error(caught.value)
-    assert isinstance(error, SessionLost)
-    assert error.field == "expected_session_tokens"
+    assert isinstance(error, SessionLost) == (field != "session_id")
+    assert error.field == field
     return error
 
 
@@ -72,6 +74,17 @@ async def test_a_session_that_is_gone_is_lost_and_none_is_made() -> None:
         assert await keys_of(rig) == []
         assert coordinator.generations.num_running == 0
         await coordinator.generate(turn(0))
+
+
+async def test_who_holds_tokens_of_a_session_that_is_gone_is_told_that_it_is_lost() -> None:
+    async with started_coordinator() as (rig, coordinator):
+        await coordinator.generate(turn())
+        await rig.store.delete("s")
+        error = await refusal_of(coordinator, request(None, session_id="s", resume_from=3), "resume_from")
+        assert "of which 3 tokens are held" in error.message
+        assert await keys_of(rig) == []
+        error = await refusal_of(coordinator, request(None, session_id="s", resume_from=0), "session_id")
+        assert error.reason == "SESSION_NOT_FOUND"
 
 
 async def test_a_retry_of_a_turn_that_began_is_answered_whatever_the_session_holds_by_now() -> None:

@@ -191,6 +191,32 @@ async def test_one_of_the_others_whose_connection_breaks_is_followed_by_the_next
     third.server.stop(None)
 
 
+@pytest.mark.parametrize("is_serving", [True, False])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_one_that_lets_a_calls_time_run_out_is_left_unless_it_says_that_it_serves(
+    coordinators: tuple[Scripted, Scripted], kind: type[Client | AsyncClient], is_serving: bool
+) -> None:
+    first, _ = coordinators
+    goes_on = threading.Event()
+    first.servicer.scripts = [gives_once(goes_on, 1), gives(1)]
+    first.says_serving(is_serving)
+    client = kind(endpoint_of(coordinators), budgets=BUDGETS)
+
+    async def generate(**options: Any) -> int:
+        if isinstance(client, Client):
+            return (await asyncio.to_thread(client.generate, "p", temperature=0, **options)).token_ids[0]
+        return (await client.generate("p", temperature=0, **options)).token_ids[0]
+
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded):
+            await generate(timeout=0.5)
+        goes_on.set()
+        assert [await generate() for _ in range(3)] == [1 if is_serving else 2] * 3
+    closing = client.close()
+    if closing is not None:
+        await closing
+
+
 def test_a_call_that_is_tried_once_waits_for_no_other_one(coordinators: tuple[Scripted, Scripted]) -> None:
     first, second = coordinators
     first.servicer.scripts = [refuses(Unavailable("no target"))]

@@ -268,6 +268,26 @@ async def test_a_draining_replica_whose_device_sleeps_is_left_at_once() -> None:
             await replica.servicer.close_lanes(10 * _PATIENCE_S)
 
 
+@pytest.mark.parametrize("words", [b"", hello("")], ids=["silent", "greets"])
+async def test_who_is_taken_while_a_step_runs_and_asks_nothing_keeps_no_draining_replica(words: bytes) -> None:
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE - 1)
+        replica.worker.allow(0)
+        call = asyncio.create_task(link.propose(ask("t")))
+        await replica.worker.held()
+        _, writer = await asyncio.open_unix_connection(socket_path(replica.device_lane))
+        writer.write(words)
+        await asyncio.sleep(0.1)  # taken by the service's thread
+        replica.servicer.drain()
+        ending = asyncio.create_task(replica.servicer.close_lanes(10 * _PATIENCE_S))
+        await asyncio.sleep(0.1)
+        replica.worker.let_go()
+        async with asyncio.timeout(_PATIENCE_S):
+            assert (await call).draft_token_ids.tolist()
+            await ending
+        writer.close()
+
+
 async def test_an_engine_that_ends_under_it_answers_what_is_in_flight_and_hangs_up() -> None:
     async with Replica() as replica, linked(replica) as link:
         await rounds(link, CALLS_ALONE)

@@ -285,6 +285,16 @@ async def test_a_hostile_caller_is_hung_up_on_and_the_others_go_on(words: tuple[
         assert replica.engine.seen == ["s", "s"]
 
 
+async def test_hostile_callers_are_a_line_a_second_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with Replica() as replica:
+        for _ in range(20):
+            reader, writer = await _speak(replica.lane, b"GET / HTTP/1.1\r\n\r\n")
+            async with asyncio.timeout(10):
+                assert await reader.read(4096) == b""
+            writer.close()
+    assert caplog.text.count("a lane is closed") in range(1, 10)  # one, unless this takes seconds
+
+
 async def test_a_caller_that_asks_without_end_is_not_read_without_end() -> None:
     num_frames, per_frame = 12, 1024
     async with Replica() as replica:
