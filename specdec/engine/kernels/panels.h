@@ -10,7 +10,7 @@ namespace {
 
 // How far ahead of what is multiplied weights are asked for, and from how many rows on: fewer wait for memory alone, and
 // the processor runs ahead by itself; more keep it multiplying, and it would ask too late. Short weights are all but
-// float32, for which vectors of 16 lanes never ask.
+// float32, for which 8 lanes alone ask.
 constexpr int PREFETCH_BYTES = 2048;
 constexpr int ROWS_TO_ASK_FOR_SHORT = LANES == 8 ? 1 : 3;
 constexpr int ROWS_TO_ASK_FOR_FLOAT = LANES == 8 ? 3 : INT32_MAX;

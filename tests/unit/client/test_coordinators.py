@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,6 +95,23 @@ def ask_async(coordinators: Sequence[Scripted], num_requests: int, **options: An
     return asyncio.run(read())
 
 
+async def token_id(client: Client | AsyncClient, **options: Any) -> int:
+    """What either client is answered."""
+    if isinstance(client, Client):
+        return (await asyncio.to_thread(client.generate, "p", temperature=0, **options)).token_ids[0]
+    return (await client.generate("p", temperature=0, **options)).token_ids[0]
+
+
+@asynccontextmanager
+async def using(client: Client | AsyncClient) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        closing = client.close()
+        if closing is not None:
+            await closing
+
+
 def endpoint_of(coordinators: Sequence[Scripted]) -> str:
     return "ipv4:" + ",".join(scripted.endpoint for scripted in coordinators)
 
@@ -166,28 +184,20 @@ async def test_one_of_the_others_whose_connection_breaks_is_followed_by_the_next
     first.says_serving(False)
     client = kind(endpoint_of((first, second, third)), budgets=BUDGETS)
 
-    async def token_id() -> int:
-        if isinstance(client, Client):
-            return (await asyncio.to_thread(client.generate, "p", temperature=0)).token_ids[0]
-        return (await client.generate("p", temperature=0)).token_ids[0]
-
-    async with asyncio.timeout(20):
-        assert await token_id() in (2, 3)  # with the others from now on
+    async with asyncio.timeout(20), using(client):
+        assert await token_id(client) in (2, 3)  # with the others from now on
         while not (second.num_asked and third.num_asked):
-            await token_id()
+            await token_id(client)
         goes_on = threading.Event()
         for other, given in ((second, 2), (third, 3)):
             other.servicer.scripts = [gives_once(goes_on, given)]
         num_asked = second.num_asked + 1, third.num_asked + 1
-        outputs = [asyncio.create_task(token_id()) for _ in range(2)]
+        outputs = [asyncio.create_task(token_id(client)) for _ in range(2)]
         await eventually(lambda: (second.num_asked, third.num_asked) == num_asked)
         second.server.stop(None).wait()
         goes_on.set()
         assert [await output for output in outputs] == [3, 3]
     assert first.num_asked == 1
-    closing = client.close()
-    if closing is not None:
-        await closing
     third.server.stop(None)
 
 
@@ -202,19 +212,11 @@ async def test_one_that_lets_a_calls_time_run_out_is_left_unless_it_says_that_it
     first.says_serving(is_serving)
     client = kind(endpoint_of(coordinators), budgets=BUDGETS)
 
-    async def generate(**options: Any) -> int:
-        if isinstance(client, Client):
-            return (await asyncio.to_thread(client.generate, "p", temperature=0, **options)).token_ids[0]
-        return (await client.generate("p", temperature=0, **options)).token_ids[0]
-
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(20), using(client):
         with pytest.raises(DeadlineExceeded):
-            await generate(timeout=0.5)
+            await token_id(client, timeout=0.5)
         goes_on.set()
-        assert [await generate() for _ in range(3)] == [1 if is_serving else 2] * 3
-    closing = client.close()
-    if closing is not None:
-        await closing
+        assert [await token_id(client) for _ in range(3)] == [1 if is_serving else 2] * 3
 
 
 def test_a_call_that_is_tried_once_waits_for_no_other_one(coordinators: tuple[Scripted, Scripted]) -> None:
