@@ -6,6 +6,8 @@ Not here: what becomes of what they say (`services`), how a process is made (`sp
 from __future__ import annotations
 
 import contextlib
+import errno
+import random
 import socket
 import subprocess
 import threading
@@ -16,15 +18,25 @@ from specdec.cluster.service_process import outcome_of, start_service
 
 #: For the last lines of a child that has ended; a process of its own may hold their pipe for longer.
 _LAST_LINES_S = 1.0
+#: A service listens seconds after its port is chosen: by then a connection may have one of those that the system gives
+#: out, which begin at 32,768 on Linux and at 49,152 elsewhere.
+_PORTS = range(20_000, 30_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback TCP ports that were free a moment ago, all different."""
+    """Loopback TCP ports that were free a moment ago, all different, and none that the system gives out by itself."""
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
+        while len(ports) < count:
+            port = random.SystemRandom().choice(_PORTS)
+            try:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                ports.append(port)
+    return ports
 
 
 class Child(Service):

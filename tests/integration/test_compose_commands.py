@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 import yaml
 
 from specdec.client import Client
+from tests.support.stack import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,9 +82,7 @@ class LocalCompose:
 
     def _port(self, number: str) -> int:
         if number not in self._ports:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._ports[number] = probe.getsockname()[1]
+            self._ports[number] = free_port()
         return self._ports[number]
 
 

@@ -25,6 +25,7 @@ from specdec.rpc.server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry
 from specdec.types import DrawRule, ProposeRequest, SamplingFilters, SessionPosition, VerifyRequest
 from tests.support.redis_fixture import redis_server, redis_url
+from tests.support.stack import free_port
 from tests.support.tiny_architectures import build_tiny_architecture
 from tests.support.tiny_models import build_tiny_model
 
@@ -119,9 +120,7 @@ async def test_a_draft_and_a_target_process_serve_a_round_and_end_on_sigterm(mod
 
 
 async def test_a_registered_process_can_be_found_and_leaves_when_it_drains(model: Path, redis_url: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics_address = f"127.0.0.1:{probe.getsockname()[1]}"
+    metrics_address = f"127.0.0.1:{free_port()}"
     flags = ("--model", str(model), "--redis-url", redis_url, "--listen", "127.0.0.1:0", "--metrics", metrics_address)
     registry = open_registry(redis_url)
     async with running("draft_service", *flags, "--replica-id", "draft-x", "--pool", "small") as (process, address):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import IO, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.cli.processes import free_ports
 from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines
@@ -39,9 +39,7 @@ _POLL_S = 0.02
 
 def free_port() -> int:
     """A loopback TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def is_serving(address: str) -> bool:

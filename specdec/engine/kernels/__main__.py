@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from specdec.errors import SpecdecError
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m specdec.engine.kernels DIRECTORY", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="python -m specdec.engine.kernels",
+        description="Compiles the kernels for each processor that images run on, and prints the libraries' paths.",
+    )
+    parser.add_argument("directory", type=Path, help="where the libraries go; made if it does not exist")
     try:
-        paths = prebuild(Path(arguments[0]))
+        paths = prebuild(parser.parse_args(arguments).directory)
     except (SpecdecError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

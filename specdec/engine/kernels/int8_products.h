@@ -115,9 +115,11 @@ inline Integers neighbour_sums(Integers x, Integers y, std::integer_sequence<int
     return __builtin_shuffle(x, y, Integers{2 * LANE...}) + __builtin_shuffle(x, y, Integers{2 * LANE + 1 ...});
 }
 
+// Always inlined: else GCC 12 keeps the sums of six rows in memory, as a call takes them.
 template <int ROWS>
-void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride, Integers (&high)[ROWS][PARTS<ROWS>],
-                  Integers (&low)[ROWS][PARTS<ROWS>]) {
+[[gnu::always_inline]] inline void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride,
+                                                Integers (&high)[ROWS][PARTS<ROWS>],
+                                                Integers (&low)[ROWS][PARTS<ROWS>]) {
     for (int64_t begin = 0; begin < stride; begin += SUMMABLE_INPUTS) {
         const int64_t end = begin + SUMMABLE_INPUTS < stride ? begin + SUMMABLE_INPUTS : stride;
         Integers sums[ROWS][PARTS<ROWS>][2] = {};  // two lanes an output, so two vectors
@@ -173,16 +175,19 @@ inline Integers broadcast_group(const uint8_t* from) {
 }
 
 template <int ROWS>
-void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride, Integers (&high)[ROWS][PARTS<ROWS>],
-                  Integers (&low)[ROWS][PARTS<ROWS>]) {
+[[gnu::always_inline]] inline void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride,
+                                                Integers (&high)[ROWS][PARTS<ROWS>],
+                                                Integers (&low)[ROWS][PARTS<ROWS>]) {
+    const uint8_t *high_bytes = integers, *low_bytes = integers + stride;
+    const int64_t row_bytes = 2 * stride;
     for (int64_t input = 0; input < stride; input += GROUP, weights += PANEL * GROUP) {
         if constexpr (ROWS >= ROWS_TO_ASK_FOR_SHORT) ask_ahead<PANEL * GROUP>(weights);
         Integers group[PANEL_VECTORS];
         for (int part = 0; part < PANEL_VECTORS; ++part) group[part] = load_bytes(weights + part * LANES * GROUP);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
-            const Integers high_group = broadcast_group(integers + 2 * row * stride + input);
-            const Integers low_group = broadcast_group(integers + (2 * row + 1) * stride + input);
+            const Integers high_group = broadcast_group(high_bytes + row * row_bytes + input);
+            const Integers low_group = broadcast_group(low_bytes + row * row_bytes + input);
             for (int part = 0; part < PANEL_VECTORS; ++part) {
                 high[row][part] = dot(high[row][part], high_group, group[part]);
                 low[row][part] = dot(low[row][part], low_group, group[part]);

@@ -175,8 +175,11 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, environ: Mapping
         os.close(descriptor)
 
 
-def test_free_ports_are_all_different() -> None:
-    assert len(set(free_ports(20))) == 20
+def test_free_ports_are_all_different_and_none_that_a_connection_may_get() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    given_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    assert max(ports) < (int(given_out.read_text().split()[0]) if given_out.exists() else 49_152)
 
 
 def test_a_child_loads_nothing_from_the_folder_it_was_started_in(

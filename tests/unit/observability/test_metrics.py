@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import pytest
 
 from specdec.errors import KvMiss, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics, start_metrics_server
+from tests.support.stack import free_port
 
 MODEL = {"model_name": "m"}
 
@@ -94,9 +94,7 @@ def test_a_failed_call_is_counted_by_reason_and_no_longer_running() -> None:
 
 def test_two_services_of_one_process_do_not_share_metrics_and_serve_them_over_http() -> None:
     first, second = EngineMetrics("a", role="draft"), EngineMetrics("b", role="draft")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     stop = start_metrics_server(first.registry, "127.0.0.1", port)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.log_stream import lines, stream
+from tests.support.stack import free_port
 
 __all__ = ["stream"]
 
@@ -159,9 +159,7 @@ async def test_a_watcher_hears_of_the_drain_and_does_not_hold_it_up() -> None:
 
 
 async def test_the_health_port_answers_health_and_nothing_else() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     async with serving(nothing, health_address=address) as (server, _, _):
         await server.set_serving()
         async with grpc.aio.insecure_channel(address) as channel:
