@@ -78,12 +78,9 @@ class DeviceLane:
         name = new_name()
         if not name:
             return
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            listener.bind(socket_path(name))
-            listener.listen()
+            listener = _listener(name)
         except OSError as error:
-            listener.close()
             self._note_failure(error)
             return
         self.name = name
@@ -137,6 +134,17 @@ class DeviceLane:
             with contextlib.suppress(OSError):  # the other end was quicker
                 caller.shutdown(socket.SHUT_RDWR)
             _note_gone(gone)
+
+
+def _listener(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(socket_path(name))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _note_gone(gone: concurrent.futures.Future[None]) -> None:

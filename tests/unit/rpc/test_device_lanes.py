@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
 import sys
 import threading
 import time
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,17 @@ def tell_lanes(replica: Replica, link: DraftLink) -> None:
 def sockets_named(name: str) -> int:
     """The kernel lists a name once for who listens and once for every end that was taken."""
     return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process can open none."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def ask(session_id: str = "s", round_id: int = 0, num_tokens: int = 5) -> ProposeRequest:
@@ -306,6 +320,35 @@ async def test_an_engine_that_ends_under_it_answers_what_is_in_flight_and_hangs_
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_unix_connection(socket_path(name))
         assert replica.engine.share_event_loop().is_closed()
+
+
+async def test_who_is_taken_once_the_devices_thread_has_ended_is_hung_up_on_and_keeps_nobody() -> None:
+    async with Replica() as replica:
+        thread = next(thread for thread in threading.enumerate() if thread.name == DEVICE)
+        ending = asyncio.create_task(replica.engine.close())
+        await asyncio.sleep(0)
+        thread.join(_PATIENCE_S)  # the service's own stands still meanwhile, and hears of it after the caller
+        async with asyncio.timeout(_PATIENCE_S):
+            reader, writer = await asyncio.open_unix_connection(socket_path(replica.device_lane))
+            assert await reader.read() == b""
+            await ending
+            await replica.servicer.close_lanes(10 * _PATIENCE_S)
+        writer.close()
+
+
+async def test_a_lane_is_there_again_once_there_are_files_for_it() -> None:
+    async with Replica() as replica, linked(replica) as link:
+        name = replica.device_lane
+        await rounds(link, CALLS_ALONE - 1)
+        async with asyncio.timeout(_PATIENCE_S):
+            with socket.socket(socket.AF_UNIX) as caller, no_more_files():
+                caller.connect(socket_path(name))
+                await eventually(lambda: replica.device_lane == "")
+                await asyncio.sleep(2 * LOOK_S)
+            await eventually(lambda: replica.device_lane not in ("", name))
+        tell_lanes(replica, link)
+        await rounds(link, 2, "t")
+        assert replica.engine.threads[-1] == DEVICE
 
 
 async def test_a_link_that_is_closed_leaves_both_lanes() -> None:

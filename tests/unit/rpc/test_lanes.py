@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
 from specdec.types import ProposeRequest
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import ArithmeticDraft, make_round
-from tests.support.coordinator_rig import PROMPT, Rig, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="lanes are abstract sockets, which Linux alone has")
 
@@ -353,6 +354,17 @@ async def test_one_lane_more_than_there_may_be_is_refused(monkeypatch: pytest.Mo
         await asyncio.gather(first.propose(ask()), second.propose(ask()))
         assert (await third.propose(ask())).kv_len == 5  # over gRPC
         assert replica.num_lanes == 2
+
+
+async def test_lanes_that_have_ended_are_kept_by_nobody() -> None:
+    async with Replica() as replica:
+        for index in range(20):
+            async with linked(replica) as link:
+                await link.propose(ask(f"s{index}"))
+        async with asyncio.timeout(20.0):
+            await eventually(lambda: replica.num_lanes == 0)
+        gc.collect()
+        assert sum(type(kept) is lane_server.Lane for kept in gc.get_objects()) == 0
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 50), max_size=20))
