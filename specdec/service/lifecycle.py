@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn, Protocol
 
@@ -190,6 +190,20 @@ def stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """For imports that take seconds: a third of those is the cyclic collector's, which walks all of it again and again.
+
+    What is there by the end it never looks at.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def spare_the_collector() -> None:

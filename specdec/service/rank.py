@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from specdec.config import ReplicaSettings, parse_settings
 from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
-from specdec.service.lifecycle import end_process, run_to_exit_code
+from specdec.service.lifecycle import collector_at_rest, end_process, run_to_exit_code, spare_the_collector
 from specdec.service.replica_main import on_its_own_thread, open_kv_tier, serve_replica
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
@@ -124,6 +124,7 @@ class _Rank:
             ranks, worker = self._load_rank(seat, store, lifeline)
             logging.getLogger("specdec.state").setLevel(logging.ERROR)  # the first rank warns for all
             tier = open_kv_tier(self._settings, worker.shape)
+            spare_the_collector()
             with contextlib.nullcontext() if tier is None else contextlib.closing(tier):
                 follow(ranks, worker, tier)
         except Exception as error:  # whatever it is, this rank is of no more use to the others
@@ -139,16 +140,18 @@ class _Rank:
         return self._load_rank(*self._connect(note_lost))[1]
 
     def _load_rank(self, seat: Seat, store: TCPStore, lifeline: Lifeline) -> tuple[RankGroup, Worker]:
-        from specdec.engine.parallel.group import RankGroup
-        from specdec.engine.parallel.rank_loader import load_rank, rank_device
+        with collector_at_rest():
+            from specdec.engine.parallel.group import RankGroup
+            from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
         ranks = RankGroup(seat, store, rank_device(self._settings.device, int(os.environ["LOCAL_RANK"])))
         return ranks, load_rank(_model_of(self._settings), ranks, lifeline)
 
     def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, Lifeline]:
         """Finds the other ranks. Raises Unavailable: they do not come."""
-        from specdec.engine.parallel.group import Seat, open_store
-        from specdec.engine.parallel.lifeline import Lifeline
+        with collector_at_rest():
+            from specdec.engine.parallel.group import Seat, open_store
+            from specdec.engine.parallel.lifeline import Lifeline
 
         seat = Seat(self._rank, self._num_ranks, self._host, self._port, self._listener)
         try:

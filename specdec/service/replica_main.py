@@ -35,6 +35,7 @@ from specdec.observability.metrics import EngineMetrics
 from specdec.preflight import require_servable
 from specdec.service.lifecycle import (
     Servicer,
+    collector_at_rest,
     require_addresses,
     run_replica,
     run_to_exit_code,
@@ -170,8 +171,8 @@ def _load_engine(
     locate_checkpoint(settings.model)
     kind.check(settings)
     _log.info("loading %s", settings.model)
-    # torch takes seconds to import: not before the settings are known to be right.
-    from specdec.engine.loop.replica import ReplicaOptions
+    with collector_at_rest():  # torch takes seconds to import: not before the settings are known to be right
+        from specdec.engine.loop.replica import ReplicaOptions
 
     worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
     tier = open_kv_tier(settings, worker.shape)
@@ -229,8 +230,9 @@ def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Wo
 
 
 def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, ...], num_decode_rows: int) -> Worker:
-    from specdec.engine.loader import load_worker
-    from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, row_counts
+    with collector_at_rest():
+        from specdec.engine.loader import load_worker
+        from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, row_counts
 
     return load_worker(
         settings.model,

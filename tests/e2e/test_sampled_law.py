@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from draft_service.proposer import Proposer
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.types import Proposal, ProposeRequest, SamplingFilters, Support
+from tests.support.chi_square import chi_square_p_value
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
 from tests.support.tiny_models import build_tiny_pair
@@ -145,7 +145,7 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
     expected.append(num_samples - sum(expected))
     if expected[-1] < 5:
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
-    return float(stats.chisquare(observed, np.array(expected) * (sum(observed) / sum(expected))).pvalue)
+    return chi_square_p_value(observed, np.array(expected) * (sum(observed) / sum(expected)))
 
 
 async def check_filters(
