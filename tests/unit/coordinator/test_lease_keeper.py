@@ -33,6 +33,11 @@ class Clock:
         return self.now
 
 
+def keeper_threads() -> set[threading.Thread]:
+    """One that waited for its store may outlive its test."""
+    return {thread for thread in threading.enumerate() if thread.name == "lease keeper"}
+
+
 class NotedStore:
     """A session store that notes which sessions are renewed together, and may be told to fail or to stand still."""
 
@@ -216,19 +221,19 @@ async def test_a_loop_that_has_not_turned_for_longer_than_the_patience_has_its_l
 async def test_a_keeper_ends_its_thread_closes_its_store_and_may_keep_again(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper
 ) -> None:
-    before = threading.active_count()
+    before, others = threading.active_count(), keeper_threads()
     await keeper.close()
     for num_closed in (1, 2):
         keeper.keep(lease())
         keeper.keep(lease("t"))
-        threads = [thread for thread in threading.enumerate() if thread.name == "lease keeper"]
-        assert [thread.daemon for thread in threads] == [True]
+        (thread,) = keeper_threads() - others
+        assert thread.daemon
         clock.now += THIRD_S * 1.5
         assert await renewals(store, num_closed) == [["s", "t"]] * num_closed
         for _ in range(2):
             await keeper.close()
         assert store.num_closed == num_closed
-        assert not threads[0].is_alive()
+        assert not thread.is_alive()
     assert threading.active_count() <= before + 1  # that of `to_thread`
 
 
@@ -252,8 +257,10 @@ def test_a_keeper_whose_loop_goes_away_without_closing_it_ends_without_a_complai
     store = NotedStore(open_store("memory://"))
 
     async def keep() -> threading.Thread:
+        others = keeper_threads()
         LeaseKeeper(store).keep(lease())  # type: ignore[arg-type]
-        return next(thread for thread in threading.enumerate() if thread.name == "lease keeper")
+        (thread,) = keeper_threads() - others
+        return thread
 
     thread = asyncio.run(keep())
     thread.join(20)
