@@ -33,6 +33,8 @@ _REQUEST_TIMEOUT_S = 5.0
 _NO_REQUEST = "a request is one line of JSON, a whole number for each role"
 #: Between two lines of a request that is under way, so that a caller who left is noticed.
 _STAGE_INTERVAL_S = 0.5
+#: Where accepting a caller failed, until the next attempt.
+_FILE_WAIT_S = 0.5
 #: Of a `specdec up` that follows a request and says nothing: it stands still.
 _SILENCE_TIMEOUT_S = 60.0
 #: A socket this young may be another process's that does not listen yet.
@@ -47,6 +49,7 @@ class ControlSocket:
         self._port, self._fleet = port, fleet
         self._path: Path | None = None
         self._listener = socket.socket(socket.AF_UNIX)
+        self._closing = threading.Event()
 
     def __enter__(self) -> Self:
         """Raises Unavailable where it cannot listen: `scale` will not find it then."""
@@ -69,6 +72,7 @@ class ControlSocket:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -78,9 +82,13 @@ class ControlSocket:
                 self._path.parent.rmdir()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
+        while True:
+            try:
                 connection, _ = self._listener.accept()
+            except OSError:  # it was closed, or there is no file left for a caller, who waits
+                if self._closing.wait(_FILE_WAIT_S):
+                    return
+            else:
                 threading.Thread(target=self._serve, args=(connection,), name="scale", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -19,6 +19,7 @@ from specdec.cli.__main__ import run
 from specdec.cli.control import ControlSocket
 from specdec.cli.fleet import Fleet, Scaling
 from specdec.errors import Unavailable
+from tests.support.open_files import no_more_files
 
 PORT = 50051
 
@@ -67,6 +68,18 @@ def test_what_was_reached_is_told_by_port(fleet: StillFleet) -> None:
     assert fleet.asked == [{"draft": 3}]
     with pytest.raises(Unavailable, match="no specdec up of yours serves port 50052"):
         list(control.ask(PORT + 1, {"draft": 3}))
+
+
+def test_who_asks_while_no_file_is_left_is_answered_once_there_is_one(fleet: StillFleet, folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(20)
+        with no_more_files():
+            asking.connect(str(folder / f"{PORT}.sock"))
+            asking.sendall(b'{"draft": 3}\n')
+            time.sleep(0.1)
+        fleet.scaling.end({"draft": 3})
+        assert json.loads(asking.recv(1024)) == {"counts": {"draft": 3}}
+    assert list(control.ask(PORT, {"draft": 3})) == [{"counts": {"draft": 3}}]
 
 
 def test_a_further_draft_model_is_named_by_its_pool(fleet: StillFleet) -> None:

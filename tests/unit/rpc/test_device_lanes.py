@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import resource
+import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
 from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
+from tests.support.open_files import no_more_files
 from tests.support.table_worker import TableWorker
 from tests.support.watched_worker import WatchedWorker
 
@@ -95,17 +95,6 @@ def tell_lanes(replica: Replica, link: DraftLink) -> None:
 def sockets_named(name: str) -> int:
     """The kernel lists a name once for who listens and once for every end that was taken."""
     return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
-
-
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """This process can open none."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def ask(session_id: str = "s", round_id: int = 0, num_tokens: int = 5) -> ProposeRequest:
@@ -344,7 +333,8 @@ async def test_a_lane_is_there_again_once_there_are_files_for_it() -> None:
             with socket.socket(socket.AF_UNIX) as caller, no_more_files():
                 caller.connect(socket_path(name))
                 await eventually(lambda: replica.device_lane == "")
-                await asyncio.sleep(2 * LOOK_S)
+                with os.fdopen(os.dup(0)):  # instead of what listened
+                    await asyncio.sleep(2 * LOOK_S)
             await eventually(lambda: replica.device_lane not in ("", name))
         tell_lanes(replica, link)
         await rounds(link, 2, "t")
