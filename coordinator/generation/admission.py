@@ -179,12 +179,14 @@ class Generations:
         return await self._store.read_tokens(session_id)
 
     async def delete(self, session_id: str) -> None:
-        """Ends what runs on a session and frees it everywhere. Idempotent."""
-        running = self._running.get(session_id)
-        if running is not None:
-            running.cancel(_no_session(session_id))
-            await asyncio.wait([running.task])
-        await self._removal.remove(session_id)
+        """Ends what runs on a session here, or is being admitted, and frees it everywhere. Idempotent."""
+        lock = self._locks.setdefault(session_id, asyncio.Lock())
+        async with lock:
+            running = self._running.get(session_id)
+            if running is not None:
+                running.cancel(_no_session(session_id))
+                await asyncio.wait([running.task])
+            await self._removal.remove(session_id)
 
     async def drain(self, grace_s: float) -> None:
         """Admits nothing more, lets what runs finish within `grace_s`, then cancels it. Leases are released."""

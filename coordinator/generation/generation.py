@@ -71,6 +71,7 @@ class Generation:
         self._parts = parts
         self._num_readers = 0
         self._cancel_reason: SpecdecError | None = None
+        self._has_begun = False
         self._is_ending = False
         self.task = asyncio.create_task(self._run(), name=f"generation {identity.session_id}")
 
@@ -90,7 +91,8 @@ class Generation:
         """
         if not (self.task.done() or self._is_ending or self.is_cancelled):
             self._cancel_reason = reason
-            self.task.cancel()
+            if self._has_begun:  # else its first step sees the reason; a task cancelled before never cleans up
+                self.task.cancel()
 
     def _drop_reader(self) -> None:
         self._num_readers -= 1
@@ -105,7 +107,10 @@ class Generation:
         self._parts.lease_keeper.keep(self._parts.lease)
         finished: Finished | None = None
         error: SpecdecError | None = None
+        self._has_begun = True
         try:
+            if self.is_cancelled:
+                raise asyncio.CancelledError
             finished = await self._run_rounds()
         except asyncio.CancelledError:
             error = self._cancel_reason or Unavailable("the coordinator is shutting down", reason="DRAINING")

@@ -212,7 +212,11 @@ class Client:
         return read_session(self._ask("GetSession", request))
 
     def delete_session(self, session_id: str) -> None:
-        """Frees the session everywhere. Idempotent; an unknown id is fine."""
+        """Frees the session everywhere. Idempotent; an unknown id is fine.
+
+        A request that runs on it at this coordinator ends with `NotFound`. One at another coordinator that has shown
+        nothing yet begins anew and brings its session back: end it first.
+        """
         request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)
         self._ask("DeleteSession", request)

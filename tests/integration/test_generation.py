@@ -310,6 +310,32 @@ async def test_deleting_a_session_frees_its_kv_everywhere_and_ends_what_runs() -
         await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"))
 
 
+async def test_a_request_whose_session_is_deleted_before_its_first_step_is_told_so() -> None:
+    async with asyncio.timeout(60), started_coordinator() as (rig, coordinator):
+        call = asyncio.create_task(coordinator.generate(request(session_id="s")))
+        while not coordinator.generations.num_running:  # noqa: ASYNC110  the next step of the loop would be too late
+            await asyncio.sleep(0)
+        await coordinator.generations.delete("s")
+        await _check_gone(rig, call, "s")
+
+
+async def test_a_session_that_is_deleted_while_its_first_request_is_admitted_does_not_come_back() -> None:
+    async with asyncio.timeout(60), started_coordinator() as (rig, coordinator):
+        for session_id in ("a", "b", "c", "d", "e"):
+            call = asyncio.create_task(coordinator.generate(request(session_id=session_id, max_new_tokens=300)))
+            while await rig.store.load(session_id) is None:
+                pass
+            await coordinator.generations.delete(session_id)
+            await _check_gone(rig, call, session_id)
+
+
+async def _check_gone(rig: Rig, call: asyncio.Task[Output], session_id: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert from_rpc_error(caught.value).reason == "SESSION_NOT_FOUND"
+    assert await rig.store.load(session_id) is None
+
+
 async def test_a_client_that_goes_away_cancels_its_generation_which_can_be_resumed() -> None:
     async with started_coordinator() as (rig, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=200))
