@@ -7,7 +7,10 @@ there took as long as the way back. `runner` notes, `publisher` completes, `Time
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,11 @@ from pathlib import Path
 from specdec.errors import InvalidRequest
 from specdec.rpc.calls import WireCount
 from specdec.types import Stages
+
+#: Rounds that are kept until they are written, at most.
+_MAX_LINES = 64
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -75,9 +83,11 @@ class TimelineLog:
             InvalidRequest: it cannot be written.
         """
         try:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise InvalidRequest(f"timeline {path}: {error.strerror}", field="timeline") from error
+        self._lines: list[str] = []
+        self._has_complained = False
 
     def write(self, session_id: str, round_id: int, num_draft_tokens: int, timeline: RoundTimeline) -> None:
         """Adds a round that has been shown; what is known by now, microseconds after its beginning."""
@@ -93,12 +103,26 @@ class TimelineLog:
             "committed": round((timeline.committed_s - began_s) * 1e6),
             "shown": round((timeline.shown_s - began_s) * 1e6),
         }
-        self._file.write(json.dumps(line) + "\n")
+        self._lines.append(json.dumps(line) + "\n")
+        if len(self._lines) >= _MAX_LINES:
+            self.flush()
 
     def flush(self) -> None:
-        """What was written can be read."""
-        self._file.flush()
+        """What was written can be read, or is lost where there is no room for it."""
+        lines = "".join(self._lines).encode()
+        self._lines.clear()
+        try:
+            num_written = self._file.write(lines)
+            if num_written < len(lines):  # no half of a line stays behind
+                self._file.truncate(self._file.tell() - num_written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._has_complained:
+                _log.warning("rounds are missing from the timeline: %s", error.strerror)
+            self._has_complained = True
 
     def close(self) -> None:
         """Idempotent."""
-        self._file.close()
+        if not self._file.closed:
+            self.flush()
+            self._file.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator.text.text_child import TEMPLATE_CPU_S, read_message, write_message
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unavailable
 
 _CHILD = Path(__file__).with_name("text_child.py")
 #: After a text of this many characters the child ends: its memory grew by hundreds of bytes a character.
@@ -60,6 +60,7 @@ class TextProcess:
         Raises:
             InvalidRequest: the child could not do it; `field` is at fault.
             GivenUp: `given_up` was set meanwhile.
+            Unavailable: there is no child, and none can be started.
         """
         while not self._lock.acquire(timeout=_NOTICE_S):
             _check(given_up)
@@ -108,13 +109,16 @@ class TextProcess:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic of the tokenizer says so in several lines
-            start_new_session=True,  # Ctrl-C is for the coordinator, whose end ends it
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(_CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a panic of the tokenizer says so in several lines
+                start_new_session=True,  # Ctrl-C is for the coordinator, whose end ends it
+            )
+        except OSError as error:
+            raise Unavailable(f"the tokenizer's process cannot be started: {error.strerror}") from error
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdin is not None  # it was opened above

@@ -9,6 +9,7 @@ Not here: where it runs, which its kinds know (`processes`: on this machine, `pl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -98,7 +99,8 @@ class Service(ABC):
 
     def say(self, words: str) -> None:
         """Says something of this service to the user."""
-        print(f"[{self.name}] {words}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk, a reader who left: who says it is listened to all the same
+            print(f"[{self.name}] {words}", file=sys.stderr, flush=True)
 
     def _hear(self, line: str) -> None:
         """Takes a line that it wrote."""

@@ -120,7 +120,8 @@ def _listen_for_scaling(endpoint: str, fleet: Fleet, stack: contextlib.ExitStack
 
 
 def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the system runs on where nobody can be told
+        print(words, file=sys.stderr, flush=True)
 
 
 def _own_store(args: argparse.Namespace, stack: contextlib.ExitStack) -> OwnRedis | EmbeddedRedis | None:

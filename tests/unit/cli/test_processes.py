@@ -175,6 +175,22 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, environ: Mapping
         os.close(descriptor)
 
 
+def test_a_child_is_listened_to_where_its_words_cannot_be_told(
+    tmp_path: Path, environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody reads would hold the child up once it is full."""
+    much = "import sys\nfor _ in range(3000):\n    print('x' * 100)\nprint('done')\n"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        child = Child("x", write_module(tmp_path, much), [], environ)
+        child.relay()
+        child._process.wait(20)
+        child.stop()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
 def test_free_ports_are_all_different_and_none_that_a_connection_may_get() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.text.detokenizer import IncrementalDetokenizer
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
+from tests.support.open_files import no_more_files
 
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -54,6 +55,13 @@ def test_a_model_without_template_refuses_messages_by_name(tmp_path: Path) -> No
     with pytest.raises(InvalidRequest) as refusal:
         tokenizer.encode_chat([{"role": "user", "content": "hello"}])
     assert (refusal.value.reason, refusal.value.field) == ("NO_CHAT_TEMPLATE", "messages")
+
+
+def test_a_conversation_that_no_process_can_be_started_for_may_be_tried_again(tmp_path: Path) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path))
+    with no_more_files(), pytest.raises(Unavailable, match="cannot be started: Too many open files"):
+        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert tokenizer.encode_chat([{"role": "user", "content": "hello"}])
 
 
 def test_a_template_that_refuses_a_role_is_an_invalid_request(tmp_path: Path) -> None:
