@@ -7,13 +7,14 @@ that is decided (the coordinator).
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
 from specdec.cli.waiting import Waiting
-from specdec.client import Client, Promotion
+from specdec.client import Client, Promotion, Route
 from specdec.errors import InvalidRequest, NotFound
 
 #: Draft tokens that a score is of, at least: the standard error of an alpha is below 0.03 then.
@@ -33,7 +34,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--on-score", action="store_true",
-        help=f"wait for scores of {MIN_TESTED} draft tokens of a class, and begin unless the pool in use is better",
+        help=f"wait for scores of {MIN_TESTED} draft tokens of a class, and begin unless the one in use is known better",
     )  # fmt: skip
 
 
@@ -48,11 +49,11 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _await_score(client: Client, name: str) -> None:
-    """Returns once the pool's score is at least that of the pools in use, in every class where both are known.
+    """Returns once the pool's score is as good as those of the pools in use, in every class where both are known.
 
     Raises:
         NotFound: there is no such pool.
-        InvalidRequest: its score is worse.
+        InvalidRequest: its score is worse, by more than chance explains.
     """
     with Waiting(what="scoring") as waiting:
         while True:
@@ -67,7 +68,7 @@ def _await_score(client: Client, name: str) -> None:
                 (own, theirs) for own, theirs in pairs if own.num_tested >= MIN_TESTED and theirs.alpha is not None
             ]
             for own, theirs in known:
-                if (own.alpha or 0.0) < (theirs.alpha or 0.0):
+                if _is_known_better(theirs, own):
                     words = (
                         f"its score for {own.request_class} is {own.alpha:.3f}, the pool in use has {theirs.alpha:.3f}"
                     )
@@ -77,6 +78,13 @@ def _await_score(client: Client, name: str) -> None:
             most = max((route.num_tested for route in scores.values()), default=0.0)
             waiting.show(f"{most:.0f} of {MIN_TESTED} draft tokens")
             time.sleep(_POLL_S)
+
+
+def _is_known_better(one: Route, other: Route) -> bool:
+    """Whether its alpha is higher by two standard errors. One that hardly drafts has an alpha of a few tokens."""
+    scores = [(score.alpha or 0.0, max(1.0, score.num_tested)) for score in (one, other)]
+    variance = sum(alpha * (1.0 - alpha) / num_tested for alpha, num_tested in scores)
+    return scores[0][0] - scores[1][0] > 2.0 * math.sqrt(variance)
 
 
 def told(promotion: Promotion) -> str:

@@ -54,7 +54,8 @@ def pool(name: str, *, is_chosen: bool, **classes: tuple[float, float]) -> pb.Po
     [
         ({"code": (0.7, 400)}, 0, "nothing is promoted"),
         ({"code": (0.6, 400)}, 0, "nothing is promoted"),
-        ({"code": (0.59, 400)}, 1, "new: its score for code is 0.590, the pool in use has 0.600"),
+        ({"code": (0.47, 400)}, 0, "nothing is promoted"),  # 0.6 of 50 tokens may be as little
+        ({"code": (0.42, 400)}, 1, "new: its score for code is 0.420, the pool in use has 0.600"),
         ({"code": (0.7, 400), "prose": (0.1, 400)}, 1, "new: its score for prose is 0.100, the pool in use has 0.500"),
         ({"code": (0.7, 400), "prose": (0.1, 20)}, 0, "nothing is promoted"),
     ],
