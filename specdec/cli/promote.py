@@ -34,7 +34,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--on-score", action="store_true",
-        help=f"wait for scores of {MIN_TESTED} draft tokens of a class, and begin unless the one in use is known better",
+        help=f"wait for scores of {MIN_TESTED} draft tokens of a class; begin unless that in use is known better",
     )  # fmt: skip
 
 
