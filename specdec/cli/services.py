@@ -34,6 +34,12 @@ _ERROR_LINE = re.compile(r"[A-Z_]+ [A-Z_]+: ")
 _LAST_WORD_LEVELS = {"error", "critical"}
 
 
+def tell(words: str) -> None:
+    """Says something to the user. On a full disk, or to a reader who left, it is lost, and the system runs on."""
+    with contextlib.suppress(OSError):
+        print(words, file=sys.stderr, flush=True)
+
+
 class Service(ABC):
     """One service; it has been started when the object is made."""
 
@@ -99,8 +105,7 @@ class Service(ABC):
 
     def say(self, words: str) -> None:
         """Says something of this service to the user."""
-        with contextlib.suppress(OSError):  # a full disk, a reader who left: who says it is listened to all the same
-            print(f"[{self.name}] {words}", file=sys.stderr, flush=True)
+        tell(f"[{self.name}] {words}")
 
     def _hear(self, line: str) -> None:
         """Takes a line that it wrote."""

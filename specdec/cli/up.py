@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -22,7 +21,7 @@ from specdec.cli.fleet import Fleet
 from specdec.cli.health import is_serving
 from specdec.cli.launching import Launcher
 from specdec.cli.processes import Child
-from specdec.cli.services import Service
+from specdec.cli.services import Service, tell
 from specdec.cli.up_flags import Models, Usage, add_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
     endpoint = up_flags.listen_address(args)
     metrics = up_flags.metrics_addresses(args, up_flags.names_of(args), endpoint)
     if not (served.drafts or args.lookup or args.local_draft) and args.replicas_draft is None:
-        _say("note: no --draft was given: target-only, every token takes a step of the target")
+        tell("note: no --draft was given: target-only, every token takes a step of the target")
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(Waiting())
         _require_devices(args, served)
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         _listen_for_scaling(endpoint, fleet, stack)
         if not stop.is_set():
             for name, address in metrics.items():
-                _say(f"[{name}] metrics at http://{address}/metrics")
+                tell(f"[{name}] metrics at http://{address}/metrics")
             print(f"ready grpc={endpoint}", flush=True)
         _keep(fleet, own_ray, store, stop)
         return 0
@@ -103,7 +102,7 @@ def _keep(fleet: Fleet, own_ray: Service | None, store: OwnRedis | EmbeddedRedis
     while not stop.wait(_POLL_S):
         fleet.look()
         if store is not None and not store.is_alive:
-            _say("the store has ended, and every session with it; starting another")
+            tell("the store has ended, and every session with it; starting another")
             try:
                 store.start()
             except OSError as error:
@@ -116,12 +115,7 @@ def _listen_for_scaling(endpoint: str, fleet: Fleet, stack: contextlib.ExitStack
     try:
         stack.enter_context(ControlSocket(split_address(endpoint)[1], fleet))
     except Unavailable as error:
-        _say(f"warning: specdec scale will not work: {error.message}")
-
-
-def _say(words: str) -> None:
-    with contextlib.suppress(OSError):  # the system runs on where nobody can be told
-        print(words, file=sys.stderr, flush=True)
+        tell(f"warning: specdec scale will not work: {error.message}")
 
 
 def _own_store(args: argparse.Namespace, stack: contextlib.ExitStack) -> OwnRedis | EmbeddedRedis | None:
@@ -208,7 +202,7 @@ def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, st
         return served
     in_common = outcome.result()
     for flag, told in in_common.items():
-        _say(f"note: {flag} has another tokenizer than --target: {told} are the target's too; it drafts for that")
+        tell(f"note: {flag} has another tokenizer than --target: {told} are the target's too; it drafts for that")
     target = args.tokenizer or served.target
     pools = [
         replace(pool, for_tokenizer=target if flag in in_common else "")

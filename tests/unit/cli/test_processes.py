@@ -184,7 +184,7 @@ def test_a_child_is_listened_to_where_its_words_cannot_be_told(
         monkeypatch.setattr(sys, "stderr", full)
         child = Child("x", write_module(tmp_path, much), [], environ)
         child.relay()
-        child._process.wait(20)
+        assert child._process.wait(20) == 0
         child.stop()
         monkeypatch.undo()
         with contextlib.suppress(OSError):

@@ -311,20 +311,6 @@ async def test_an_engine_that_ends_under_it_answers_what_is_in_flight_and_hangs_
         assert replica.engine.share_event_loop().is_closed()
 
 
-async def test_who_is_taken_once_the_devices_thread_has_ended_is_hung_up_on_and_keeps_nobody() -> None:
-    async with Replica() as replica:
-        thread = next(thread for thread in threading.enumerate() if thread.name == DEVICE)
-        ending = asyncio.create_task(replica.engine.close())
-        await asyncio.sleep(0)
-        thread.join(_PATIENCE_S)  # the service's own stands still meanwhile, and hears of it after the caller
-        async with asyncio.timeout(_PATIENCE_S):
-            reader, writer = await asyncio.open_unix_connection(socket_path(replica.device_lane))
-            assert await reader.read() == b""
-            await ending
-            await replica.servicer.close_lanes(10 * _PATIENCE_S)
-        writer.close()
-
-
 async def test_a_lane_is_there_again_once_there_are_files_for_it() -> None:
     async with Replica() as replica, linked(replica) as link:
         name = replica.device_lane
