@@ -99,7 +99,7 @@ class Beginnings:
 
         Raises:
             InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, or an empty input.
-            NotFound: no such draft pool (POOL_NOT_FOUND).
+            NotFound: no such draft pool (POOL_NOT_FOUND), or the session was deleted meanwhile.
             SessionBusy: another coordinator has changed the session meanwhile.
             SessionLost: the session is not what the caller builds on.
             Unavailable: no target replica, or no store.
@@ -125,6 +125,8 @@ class Beginnings:
             fresh = await self._store.load(session_id)
             # Another coordinator may have made, run and left the session since it was looked up.
             is_new = fresh is not None and fresh.request is None
+            if fresh is None:
+                await self._store.renew(lease)  # tells what became of the session
             if fresh is None or not _is_unchanged(fresh, record, held):
                 raise SessionBusy(f"session {session_id} has just been changed by another request")
             await self._store.begin_request(

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from specdec.errors import LeaseLost
+from specdec.errors import LeaseLost, NotFound, SpecdecError
 from specdec.state.store import Lease, SessionStore
 
 #: A loop that has not turned for this long will hardly turn again.
@@ -111,10 +111,10 @@ class LeaseKeeper:
             for kept, error in zip(batch, answers, strict=True):
                 if error is None:
                     kept.renew_at = now + kept.lease.ttl_s / 3
-                elif isinstance(error, LeaseLost):
+                elif isinstance(error, LeaseLost | NotFound):
                     self._note_lost(kept.lease, error)
 
-    def _note_lost(self, lease: Lease, error: LeaseLost) -> None:
+    def _note_lost(self, lease: Lease, error: SpecdecError) -> None:
         with self._lock:
             is_ours = lease.session_id in self._kept and self._kept[lease.session_id].lease is lease
         if is_ours:  # else it was given back while it was being renewed

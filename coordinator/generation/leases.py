@@ -52,7 +52,7 @@ class Leases:
             lease = await taking
             record = await self._store.load(lease.session_id)
             if record is not None and record.request is None:
-                await self._store.delete(lease.session_id)
+                await self._store.discard(lease)
             await self._store.release(lease, left=lease.was_left)
 
     async def take_over(self, session_id: str) -> Lease:

@@ -26,9 +26,8 @@ class SessionRemoval:
         self._tenant = tenant
 
     async def remove(self, session_id: str) -> None:
-        """Idempotent. Raises Unavailable when the store cannot be reached."""
-        self._placement.forget(session_id)
-        self._tails.forget(session_id)
+        """Whoever writes the session is told. Idempotent. Raises Unavailable when the store cannot be reached."""
+        self._forget(session_id)
         await self._store.delete(session_id)
         await self._pools.release(session_id, tenant=self._tenant)
 
@@ -37,7 +36,13 @@ class SessionRemoval:
 
         Raises:
             LeaseLost: another coordinator has taken it over meanwhile; it stays.
+            NotFound: it was deleted meanwhile.
             Unavailable: the store cannot be reached.
         """
-        await self._store.renew(lease)
-        await self.remove(lease.session_id)
+        await self._store.discard(lease)
+        self._forget(lease.session_id)
+        await self._pools.release(lease.session_id, tenant=self._tenant)
+
+    def _forget(self, session_id: str) -> None:
+        self._placement.forget(session_id)
+        self._tails.forget(session_id)

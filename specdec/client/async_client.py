@@ -230,8 +230,8 @@ class AsyncClient:
     async def delete_session(self, session_id: str) -> None:
         """Frees the session everywhere. Idempotent; an unknown id is fine.
 
-        A request that runs on it at this coordinator ends with `NotFound`. One at another coordinator that has shown
-        nothing yet begins anew and brings its session back: end it first.
+        A request that runs on it ends with `NotFound`: at this coordinator at once, at another one when its next round
+        is done.
         """
         request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)

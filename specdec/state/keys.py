@@ -25,8 +25,8 @@ _SESSION_ID = re.compile(rf"[^{{}}\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SESSION_ID
 
 
 @lru_cache(maxsize=4096)
-def session_keys(tenant: str, session_id: str) -> tuple[str, str, str]:
-    """Keys of one session, all in one cluster slot: meta, tokens, lease.
+def session_keys(tenant: str, session_id: str) -> tuple[str, str, str, str]:
+    """Keys of one session, all in one cluster slot: meta, tokens, lease, and what tells that it was deleted.
 
     Raises:
         InvalidRequest: the id is empty, longer than 256 characters or holds braces or control characters.
@@ -37,7 +37,7 @@ def session_keys(tenant: str, session_id: str) -> tuple[str, str, str]:
             field="session_id",
         )
     stem = f"specdec:{tenant}:{{{session_id}}}"
-    return f"{stem}:meta", f"{stem}:tokens", f"{stem}:lease"
+    return f"{stem}:meta", f"{stem}:tokens", f"{stem}:lease", f"{stem}:deleted"
 
 
 def replica_keys(role: str) -> list[str]:

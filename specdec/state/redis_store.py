@@ -32,6 +32,9 @@ DEFAULT_SESSION_TTL_S = 3600.0
 
 ROLES = ("draft", "target")
 
+#: How long it is known that a session was deleted: for whoever still writes it, and finds out with its next commit.
+_DELETION_TTL_S = 600.0
+
 #: `finish_reason` of a request that runs.
 _RUNNING = 0
 
@@ -149,7 +152,10 @@ class RedisSessionStore:
         return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
 
     async def delete(self, session_id: str) -> None:
-        await self._connection.run_command("DEL", *session_keys(self._tenant, session_id))
+        await self._run("delete", session_id, [_milliseconds(_DELETION_TTL_S)])
+
+    async def discard(self, lease: Lease) -> None:
+        _check_owned(await self._run("discard", lease.session_id, [lease.owner, lease.epoch]), lease)
 
     async def ping(self) -> None:
         await self._connection.run_command("PING")
@@ -172,7 +178,7 @@ class RedisSessionStore:
     async def _run(self, script: str, session_id: str, args: list[str | bytes | int]) -> Any:
         return await self._connection.run_script(script, self._keys(session_id), args)
 
-    def _keys(self, session_id: str) -> tuple[str, str, str]:
+    def _keys(self, session_id: str) -> tuple[str, str, str, str]:
         return session_keys(self._tenant, session_id)
 
     def _fence(self, lease: Lease, *between: int) -> list[str | bytes | int]:
@@ -293,13 +299,16 @@ def _loss(answer: Any, lease: Lease) -> SpecdecError | None:
         return answer
     try:
         _check_owned(answer, lease)
-    except LeaseLost as error:
+    except (LeaseLost, NotFound) as error:
         return error
     return None
 
 
 def _check_owned(answer: Any, lease: Lease) -> None:
     if answer[0] == b"LEASE_LOST":
+        deleted_epoch = answer[1] if len(answer) > 1 else None
+        if deleted_epoch is not None and lease.epoch <= int(deleted_epoch):
+            raise NotFound(f"session {lease.session_id!r} was deleted", field="session_id")
         raise LeaseLost(f"the lease of session {lease.session_id!r} at epoch {lease.epoch} is not ours any more")
 
 

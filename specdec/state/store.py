@@ -96,11 +96,12 @@ class Commit:
 class SessionStore(Protocol):
     """Every method but `commit_all` and `renew_all` is one atomic step.
 
-    All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached.
+    All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached. Where LeaseLost is said, NotFound is
+    raised instead when the session was deleted under the lease a short while ago, whatever has been made of it since.
     """
 
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
-        """Takes the session's lease and raises its epoch to max(stored + 1, server time in µs).
+        """Takes the session's lease and raises its epoch to max(stored + 1, deleted + 1, server time in µs).
 
         Raises:
             NotFound: no such session and not `create`.
@@ -175,7 +176,11 @@ class SessionStore(Protocol):
         ...
 
     async def delete(self, session_id: str) -> None:
-        """Forgets the session, whoever holds its lease. Idempotent."""
+        """Forgets the session, whoever holds its lease; its holder is told so. Idempotent."""
+        ...
+
+    async def discard(self, lease: Lease) -> None:
+        """Forgets the session as if it had never been. Raises LeaseLost when the lease is not ours any more."""
         ...
 
     async def ping(self) -> None:

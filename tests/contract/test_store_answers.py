@@ -11,7 +11,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Lease, SessionStore
-from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, lose_tokens, tokens
+from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, forget_session, held_tokens, lose_tokens, tokens
 
 #: So long that a factor of 1.001 is more than any machine is slow.
 LEASE_TTL_S = 200_000.0
@@ -31,9 +31,9 @@ async def test_a_session_that_cannot_be_had_is_named_and_so_is_the_field(
 
 
 async def test_a_lost_lease_is_told_with_its_session_and_its_epoch(
-    store: SessionStore, session_id: str, lease: Lease
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
-    await store.delete(session_id)
+    await forget_session(raw, session_id)
     told = f"^the lease of session '{session_id}' at epoch {lease.epoch} is not ours any more$"
     for call in (
         store.renew(lease),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from specdec.errors import InvalidRequest, LeaseLost
+from specdec.errors import InvalidRequest, LeaseLost, NotFound
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore
 from specdec.state.store import Lease, SessionStore
-from tests.support.store_sessions import LONG_TTL_S, SHORT_TTL_S, a_round, held_tokens
+from tests.support.store_sessions import LONG_TTL_S, REQUEST, SHORT_TTL_S, a_round, forget_session, held_tokens, tokens
 
 
 async def test_a_deleted_session_is_gone_whoever_held_it(store: SessionStore, session_id: str, lease: Lease) -> None:
@@ -19,15 +20,74 @@ async def test_a_deleted_session_is_gone_whoever_held_it(store: SessionStore, se
         await store.delete(session_id)
     assert await store.load(session_id) is None
     assert await held_tokens(store, session_id) == []
-    with pytest.raises(LeaseLost):
-        await store.commit(lease, a_round(0, 3, 4))
     await store.release(lease)
 
 
-async def test_a_remade_session_has_a_higher_epoch_and_fences_the_old_owner(
+async def test_whoever_writes_a_session_that_is_deleted_is_told_so_whatever_becomes_of_it(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     await store.delete(session_id)
+    for _ in range(2):
+        for call in (
+            store.renew(lease),
+            store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1)),
+            store.commit(lease, a_round(0, 3, 1)),
+            store.repair(lease, base_len=0, token_ids=tokens(1)),
+            store.discard(lease),
+        ):
+            with pytest.raises(NotFound, match=f"^session '{session_id}' was deleted$") as failure:
+                await call
+            assert failure.value.field == "session_id"
+        await store.delete(session_id)  # once more, which takes nothing back
+        remade = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=True)
+    assert remade.epoch > lease.epoch
+    assert await held_tokens(store, session_id) == []
+
+
+async def test_who_took_a_session_after_its_deletion_and_loses_it_is_not_told_that_it_was_deleted(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    await store.delete(session_id)
+    remade = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    await store.release(remade)
+    with pytest.raises(LeaseLost):
+        await store.renew(remade)
+    with pytest.raises(NotFound):
+        await store.renew(lease)
+
+
+async def test_what_was_deleted_under_a_clock_ahead_is_fenced_too(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    ahead = lease.epoch + 10**15
+    await raw.run_command("HSET", session_keys("default", session_id)[0], "epoch", ahead)
+    for _ in range(2):
+        await store.delete(session_id)
+    with pytest.raises(NotFound):
+        await store.renew(replace(lease, epoch=ahead))
+    remade = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    assert remade.epoch == ahead + 1
+    await store.renew(remade)
+
+
+async def test_a_discarded_session_is_as_if_it_had_never_been(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    with pytest.raises(LeaseLost):
+        await store.discard(replace(lease, owner="other"))
+    with pytest.raises(LeaseLost):
+        await store.discard(replace(lease, epoch=lease.epoch - 1))
+    assert await held_tokens(store, session_id) == [1, 2, 3]
+    await store.discard(lease)
+    assert await raw.run_command("KEYS", f"*{session_id}*") == []
+    with pytest.raises(LeaseLost):
+        await store.discard(lease)
+
+
+async def test_a_remade_session_has_a_higher_epoch_and_fences_the_old_owner(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    await forget_session(raw, session_id)
     remade = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
     assert remade.epoch > lease.epoch
     with pytest.raises(LeaseLost):
@@ -54,14 +114,16 @@ async def test_an_unused_session_expires_and_use_prolongs_it(store_url: str, ses
     await lasting.close()
 
 
-async def test_no_key_of_a_session_outlives_it(
+async def test_nothing_of_a_session_outlives_it_but_that_it_was_deleted(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await store.commit(lease, a_round(0, 3, 4))
-    for key in session_keys("default", session_id):
+    *of_session, of_deletion = session_keys("default", session_id)
+    for key in of_session:
         assert await raw.run_command("PTTL", key) > 0
     await store.delete(session_id)
-    assert await raw.run_command("KEYS", f"*{session_id}*") == []
+    assert await raw.run_command("KEYS", f"*{session_id}*") == [of_deletion.encode()]
+    assert 0 < await raw.run_command("PTTL", of_deletion) <= 600_000
 
 
 async def test_tenants_do_not_see_each_others_sessions(store_url: str, session_id: str) -> None:

@@ -31,6 +31,7 @@ from tests.support.coordinator_rig import (
     started_coordinator,
 )
 from tests.support.round_rig import NotedEngine
+from tests.support.store_sessions import forget_session
 
 
 async def failure(coordinator: Coordinator, asked: pb.GenerateRequest) -> tuple[str, str, str]:
@@ -196,7 +197,7 @@ async def test_a_coordinator_that_lost_its_lease_emits_nothing_more() -> None:
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=400))
         held = await read_until(stream, 10)
-        await rig.store.delete("s")
+        await forget_session(rig.store._connection, "s")
         thief = await rig.store.acquire("s", owner="thief", ttl_s=5.0, create=True)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_rest(stream, held)

@@ -21,6 +21,7 @@ from specdec.types import FinishReason
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_until, request
 from tests.support.redis_fixture import RedisServer
+from tests.support.store_sessions import forget_session
 
 NUM_TOKENS = 60
 LOST_BYTES = 4000
@@ -155,12 +156,12 @@ async def test_what_another_coordinator_has_made_of_a_session_since_is_not_repai
     async with Rig(drafts=0) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         await first.generate(turn())
-        await rig.store.delete("s")
+        await forget_session(rig.store._connection, "s")
         shorter = await second.generate(turn(max_new_tokens=5))
         third = await first.generate(turn(max_new_tokens=5))
         held = [*PROMPT, *shorter.token_ids, *PROMPT]
         assert third.token_ids == rig.target.worker.greedy_continuation(held, 5)
-        await rig.store.delete("s")
+        await forget_session(rig.store._connection, "s")
         anew = await first.generate(turn(max_new_tokens=5))
         assert anew.started.num_prompt_tokens == len(PROMPT)
 

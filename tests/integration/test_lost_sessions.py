@@ -13,6 +13,7 @@ from specdec.errors import SessionLost, SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
+from tests.support.store_sessions import forget_session
 
 NUM_TOKENS = 12
 HELD = len(PROMPT) + NUM_TOKENS
@@ -67,7 +68,7 @@ async def test_a_session_of_another_length_is_lost_and_stays_as_it_is(expected: 
 async def test_a_session_that_is_gone_is_lost_and_none_is_made() -> None:
     async with started_coordinator() as (rig, coordinator):
         await coordinator.generate(turn())
-        await rig.store.delete("s")  # as an expiry or a flush would
+        await forget_session(rig.store._connection, "s")
         error = await refusal_of(coordinator, turn(HELD))
         assert f"expected to hold {HELD} tokens" in error.message
         assert "holds 0" in error.message
@@ -79,7 +80,7 @@ async def test_a_session_that_is_gone_is_lost_and_none_is_made() -> None:
 async def test_who_holds_tokens_of_a_session_that_is_gone_is_told_that_it_is_lost() -> None:
     async with started_coordinator() as (rig, coordinator):
         await coordinator.generate(turn())
-        await rig.store.delete("s")
+        await forget_session(rig.store._connection, "s")
         error = await refusal_of(coordinator, request(None, session_id="s", resume_from=3), "resume_from")
         assert "of which 3 tokens are held" in error.message
         assert await keys_of(rig) == []
@@ -117,7 +118,7 @@ async def test_the_sdk_notices_a_lost_session_by_itself_until_the_caller_begins_
     async with started_coordinator() as (rig, coordinator), AsyncClient(coordinator.server.address) as client:
         for _ in range(2):
             await client.generate(prompt_token_ids=PROMPT, session_id="s", **GREEDY)
-        await rig.store.delete("s")
+        await forget_session(rig.store._connection, "s")
         for _ in range(2):
             with pytest.raises(SessionLost, match=f"expected to hold {2 * HELD} tokens"):
                 await client.generate(prompt_token_ids=PROMPT, session_id="s", **GREEDY)
@@ -141,7 +142,7 @@ async def test_the_blocking_sdk_says_it_too_and_shows_which_model_answers() -> N
         loop = asyncio.get_running_loop()
 
         def forget() -> None:
-            asyncio.run_coroutine_threadsafe(rig.store.delete("s"), loop).result()
+            asyncio.run_coroutine_threadsafe(forget_session(rig.store._connection, "s"), loop).result()
 
         def talk() -> tuple[str, bool]:
             with Client(coordinator.server.address) as client:

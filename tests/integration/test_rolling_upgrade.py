@@ -11,6 +11,7 @@ from specdec.rpc.status import from_rpc_error
 from specdec.state.store import Commit
 from specdec.types import FinishReason
 from tests.support.coordinator_rig import PROMPT, request, started_coordinator
+from tests.support.store_sessions import forget_session
 
 #: What a version before digests had versions stored for the request below.
 FORM_1_DIGEST = "10ebf7b7c33729346995280692fc1c99"
@@ -28,7 +29,7 @@ async def test_a_retry_of_a_request_that_an_older_version_stored_is_recognised(n
         token_ids = await rig.store.read_tokens("s")
 
         # The session as the older version would have left it, finished or in the middle.
-        await rig.store.delete("s")
+        await forget_session(rig.store._connection, "s")
         lease = await rig.store.acquire("s", owner="older", ttl_s=30.0, create=True)
         stored = replace(record.request, request_digest=FORM_1_DIGEST, finish_reason=None)
         await rig.store.begin_request(lease, stored, keep=0, token_ids=token_ids[: len(PROMPT)])

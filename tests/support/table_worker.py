@@ -55,6 +55,8 @@ class TableWorker(Worker):
         """The next step raises this, after having written to its slots."""
         self.fail_always: BaseException | None = None
         """Every step raises this, likewise."""
+        self.fail_from_tokens = 1
+        """Steps of fewer tokens do not raise `fail_always`."""
         self.non_finite: dict[int, float] = {}
         """Logit rows that follow this token id hold nothing but this value."""
         self.gate = threading.Event()
@@ -85,7 +87,7 @@ class TableWorker(Worker):
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        if self.fail_always is not None:
+        if self.fail_always is not None and len(written) >= self.fail_from_tokens:
             raise self.fail_always
         salt = self._local_salts[plan.local_draft] if plan.local_draft else None
         rows = [row for part in plan.slices for row in self._rows(part, salt)]

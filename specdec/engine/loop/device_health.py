@@ -2,7 +2,8 @@
 
 An accelerator that met an illegal address, or fell off its bus, fails every step from then on, and a process that can
 answer nothing is better restarted. One request may bring down its own step as well, and memory may be short for a
-moment: so a failure alone says little, and what decides is a step of one token that belongs to nobody.
+moment: so a failure alone says little, and what decides is another step of that shape with tokens that belong to
+nobody. Of that shape, for a single token may take another way through the libraries than what fails.
 
 Not here: what becomes of the failed step's calls. Called by `steps`, on the device thread.
 """
@@ -17,9 +18,11 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker, WorkerLost
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.errors import Internal
+from specdec.types import BLOCK_TOKENS
 
-#: So many failed steps in a row make the device suspect; an error that the accelerator's driver names, at once.
-MOST_FAILURES_IN_A_ROW = 3
+#: So many failed steps make the device suspect, where none as large goes well between them; an error that the
+#: accelerator's driver names, at once.
+MOST_FAILURES = 3
 
 _log = logging.getLogger(__name__)
 
@@ -35,37 +38,50 @@ class DeviceHealth:
         self._worker = worker
         self._blocks = blocks
         self._num_failed = 0
+        self._failed_tokens = 0
+        """Of the last of them."""
 
-    def note_step(self) -> None:
-        """A step went well."""
-        self._num_failed = 0
+    def note_step(self, num_tokens: int) -> None:
+        """A step of so many tokens went well."""
+        if num_tokens >= self._failed_tokens:
+            self._num_failed = 0
 
-    def note_failure(self, error: Exception) -> None:
+    def note_failure(self, error: Exception, plan: StepPlan | None) -> None:
         """A step failed; its sessions' blocks have been freed.
 
+        Args:
+            error: that it raised.
+            plan: what it ran; None where it failed before that was known.
+
         Raises:
-            DeviceLost: and another one, of a single token, fails too; or the worker is lost.
+            DeviceLost: and another one like it, of nobody's tokens, fails too; or the worker is lost.
         """
         if isinstance(error, WorkerLost):
             raise DeviceLost(error.message) from error
         if _is_out_of_memory(error):
             return
         self._num_failed += 1
-        if self._num_failed < MOST_FAILURES_IN_A_ROW and not _is_of_accelerator(error):
+        self._failed_tokens = 1 if plan is None else sum(len(part.token_ids) for part in plan.slices)
+        if self._num_failed < MOST_FAILURES and not _is_of_accelerator(error):
             return
-        failure = self._check()
+        failure = self._check(plan)
         if failure is not None:
-            raise DeviceLost(f"the device failed for good, after a step a check of one token as well: {failure}")
-        _log.warning("a check of one token went well: the device serves on")
+            raise DeviceLost(f"the device failed for good, after a step a check of nobody's tokens as well: {failure}")
+        _log.warning("a check of nobody's tokens went well: the device serves on")
         self._num_failed = 0
 
-    def _check(self) -> Exception | None:
-        """Runs one token in a block of its own; None where that goes well, or says nothing of the device."""
+    def _check(self, plan: StepPlan | None) -> Exception | None:
+        """Runs tokens in blocks of their own; None where that goes well, or says nothing of the device."""
+        lengths = [1] if plan is None else [min(len(part.token_ids), BLOCK_TOKENS) for part in plan.slices]
+        lengths = lengths[: self._blocks.num_available]
         table: list[int] = []
-        if not self._blocks.grow(table, 1):
+        if not lengths or not self._blocks.grow(table, len(lengths) * BLOCK_TOKENS):
             return None
+        slices = (
+            SequenceSlice((0,) * length, 0, (block,), 1) for length, block in zip(lengths, table, strict=True)
+        )  # fmt: skip
         try:
-            StepLogits.read(self._worker.execute(StepPlan((SequenceSlice((0,), 0, tuple(table), 1),))))
+            StepLogits.read(self._worker.execute(StepPlan(tuple(slices))))
         except Exception as error:
             return None if _is_out_of_memory(error) else error
         finally:

@@ -93,4 +93,4 @@ class DraftSteps:
             _log.exception("a draft step of %d sessions failed", len(jobs))
             for job in jobs:
                 job.end_draft()
-            self._health.note_failure(error)
+            self._health.note_failure(error, self._watchdog.plan)

@@ -93,10 +93,11 @@ class StepRunner:
             _log.exception("a step of %d sessions failed", len(jobs))
             self._fail([job for job in jobs if job in self._calls.running], error)
             return []
-        self._health.note_step()
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        self._health.note_step(num_tokens)
         step_s = (self._clock() - began_s) / num_steps
         self._scheduler.observe_step(self.watchdog.believed_s(step_s))
-        self._report(len(chunks), sum(chunk.num_tokens for chunk in chunks), step_s)
+        self._report(len(chunks), num_tokens, step_s)
         for _ in range(num_steps - 1):
             self._report(len(chunks), len(chunks), step_s)
         return jobs
@@ -124,7 +125,7 @@ class StepRunner:
         except Exception as error:
             _log.exception("a step of branches failed")
             self._sessions.end_forks()
-            self._health.note_failure(error)
+            self._health.note_failure(error, self.watchdog.plan)
 
     def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float, num_awaited: int) -> int:
         """Returns how many steps it ran."""
@@ -185,8 +186,8 @@ class StepRunner:
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
-            self._sessions.invalidate(job.sequence)  # frees the block in which the device is tried
-        self._health.note_failure(error)
+            self._sessions.invalidate(job.sequence)  # frees blocks in which the device is tried
+        self._health.note_failure(error, self.watchdog.plan)
         for job in jobs:
             self._calls.end(job, Internal("the forward pass failed; the session's KV was dropped"))
 

@@ -1,8 +1,9 @@
--- Takes a session's lease and raises its epoch to max(stored + 1, server time in microseconds).
+-- Takes a session's lease and raises its epoch to max(stored + 1, deleted + 1, server time in microseconds).
 --
 -- KEYS[1] session meta (hash)
 -- KEYS[2] session tokens (string)
 -- KEYS[3] session lease (string: owner)
+-- KEYS[4] session deletion (string: epoch)
 -- ARGV[1] owner
 -- ARGV[2] lease ttl, ms
 -- ARGV[3] session ttl, ms
@@ -30,6 +31,10 @@ local now = redis.call('TIME')
 local epoch = tonumber(now[1]) * 1000000 + tonumber(now[2])
 if stored and tonumber(stored) >= epoch then
   epoch = tonumber(stored) + 1
+end
+local deleted = redis.call('GET', KEYS[4])
+if deleted and tonumber(deleted) >= epoch then
+  epoch = tonumber(deleted) + 1
 end
 local text = string.format('%.0f', epoch)
 

@@ -3,16 +3,17 @@
 -- KEYS[1] session meta (hash)
 -- KEYS[2] session tokens (string: packed uint32, little-endian)
 -- KEYS[3] session lease (string: owner)
+-- KEYS[4] session deletion (string: epoch)
 -- ARGV[1] owner
 -- ARGV[2] epoch
 -- ARGV[3] session ttl, ms
 -- ARGV[4] tokens of the log to keep
 -- ARGV[5] packed tokens to append, or ''
 -- ARGV[6...] field, value, ...: the request, stored in the meta hash
--- RETURNS {'OK'} | {'LEASE_LOST'} | {'SESSION_LOST', tokens in the log}
+-- RETURNS {'OK'} | {'LEASE_LOST', epoch of the deletion or nil} | {'SESSION_LOST', tokens in the log}
 
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
-  return { 'LEASE_LOST' }
+  return { 'LEASE_LOST', redis.call('GET', KEYS[4]) }
 end
 local bytes = redis.call('STRLEN', KEYS[2])
 local kept = tonumber(ARGV[4]) * 4

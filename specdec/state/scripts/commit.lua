@@ -3,6 +3,7 @@
 -- KEYS[1] session meta (hash)
 -- KEYS[2] session tokens (string: packed uint32, little-endian)
 -- KEYS[3] session lease (string: owner)
+-- KEYS[4] session deletion (string: epoch)
 -- ARGV[1] owner
 -- ARGV[2] epoch
 -- ARGV[3] session ttl, ms
@@ -11,10 +12,10 @@
 -- ARGV[6] packed tokens of the round, or ''
 -- ARGV[7] statistics, JSON
 -- ARGV[8] finish reason, '0' while the request runs
--- RETURNS 'OK' (a status, the shortest answer there is) | {'LEASE_LOST'} | {'SESSION_LOST', tokens in the log}
+-- RETURNS 'OK' (a status, the shortest answer there is) | {'LEASE_LOST', epoch of the deletion or nil} | {'SESSION_LOST', tokens in the log}
 
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
-  return { 'LEASE_LOST' }
+  return { 'LEASE_LOST', redis.call('GET', KEYS[4]) }
 end
 
 local expected = tonumber(redis.call('HGET', KEYS[1], 'round') or '0')

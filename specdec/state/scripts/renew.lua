@@ -3,14 +3,15 @@
 -- KEYS[1] session meta (hash)
 -- KEYS[2] session tokens (string)
 -- KEYS[3] session lease (string: owner)
+-- KEYS[4] session deletion (string: epoch)
 -- ARGV[1] owner
 -- ARGV[2] epoch
 -- ARGV[3] lease ttl, ms
 -- ARGV[4] session ttl, ms
--- RETURNS {'OK'} | {'LEASE_LOST'}
+-- RETURNS {'OK'} | {'LEASE_LOST', epoch of the deletion or nil}
 
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
-  return { 'LEASE_LOST' }
+  return { 'LEASE_LOST', redis.call('GET', KEYS[4]) }
 end
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])

@@ -6,6 +6,7 @@ What real and simulated engines have in common is in tests/contract/test_engine_
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +161,27 @@ async def test_a_device_on_which_every_step_fails_ends_the_engine(held, error):
     with pytest.raises(Internal, match=f"the device failed for good.*{error}"):
         await held.loop.wait_ended()
     assert len(held.worker.steps) == 1 + num_failed_steps + 1
+
+
+async def test_a_device_on_which_longer_steps_fail_ends_the_engine_though_a_token_alone_goes_well(held):
+    held.worker.fail_always, held.worker.fail_from_tokens = RuntimeError("could not create a primitive"), 2
+    first, second = (_call(TOKENS[:count], session_id=f"long-{count}") for count in (40, 3))
+    for index in range(3):
+        held.worker.entered = threading.Semaphore(0)
+        short = await held.start(_call([6], session_id=f"short-{index}"))
+        long = [await held.queue(call) for call in (first, second)]
+        held.let_go()
+        await short
+        for failing in long:
+            with pytest.raises((Internal, Unavailable)):
+                await failing
+    async with asyncio.timeout(20):
+        with pytest.raises(Internal, match=r"the device failed for good.*could not create a primitive"):
+            await held.loop.wait_ended()
+    # The step that failed once more: as many sequences, none longer than a block, no block of two.
+    slices = held.worker.steps[-1].slices
+    assert [part.token_ids for part in slices] == [(0,) * 3, (0,) * 16]
+    assert [(part.start, part.num_logit_rows, len(part.block_table)) for part in slices] == [(0, 1, 1)] * 2
 
 
 @pytest.mark.parametrize(
