@@ -11,6 +11,7 @@ import torch
 
 from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
 from specdec.engine.logits.rows import cut_supports, distribution_rows
+from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.types import SamplingFilters
 
@@ -71,6 +72,27 @@ def test_a_sampled_verification_waits_for_what_is_read(filters: str, expected: i
         distribution_rows(filtered_distributions(read.values, contexts(LAWS[filters])), SUPPORTS, [0.5] * NUM_ROWS)
 
     assert num_waits(step) == expected
+
+
+def test_a_step_of_a_run_with_a_history_waits_for_nothing_and_makes_what_the_cpu_makes(logits: torch.Tensor) -> None:
+    filters = SamplingFilters(
+        repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.7, logit_bias={5: 1.5},
+        min_new_tokens=20, end_token_ids=(1, 2),
+    )  # fmt: skip
+    known = [FilterContext(filters, [3, 9, 9, row], 1) for row in range(NUM_ROWS)]
+    drawn = torch.tensor([9, 10, 11, 9, 9])
+    histories = {device: RunningHistory(known, NUM_TOKENS, torch.device(device)) for device in ("cuda", "cpu")}
+    on_device = drawn.cuda()
+
+    def step() -> torch.Tensor:
+        histories["cuda"].add(on_device)
+        return histories["cuda"].processed_logits(logits)
+
+    assert num_waits(step) == 0
+    for _ in range(2):
+        histories["cpu"].add(drawn)
+    actual = histories["cuda"].processed_logits(logits).cpu()
+    assert torch.equal(actual, histories["cpu"].processed_logits(logits.cpu()))
 
 
 @pytest.mark.parametrize("filters", LAWS)

@@ -23,14 +23,20 @@ from specdec.core.random import DrawKey, Stream, philox4x32, seed_words
 from specdec.core.sparse import support_of_likeliest
 from specdec.engine.drafting.drawing import Draft, Drawing, context_of, draw_key_of
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
-from specdec.engine.logits.filters import MAX_BATCH_LOGITS, filtered_distributions, likeliest, needs_reading
+from specdec.engine.logits.filters import (
+    MAX_BATCH_LOGITS,
+    distributions_of,
+    likeliest,
+    needs_reading,
+)
 from specdec.engine.logits.rows import FIRST_CANDIDATES, noise_keys
+from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
 
 
 def can_run(jobs: Sequence[Job], s_max: int, num_tokens: int) -> bool:
-    """Whether the jobs' next tokens can be drawn without reading: the same filters, and nothing of a history, in all.
+    """Whether the jobs' next tokens can be drawn without reading.
 
     Args:
         jobs: of rounds that draft.
@@ -40,8 +46,6 @@ def can_run(jobs: Sequence[Job], s_max: int, num_tokens: int) -> bool:
     if min(s_max, num_tokens) > FIRST_CANDIDATES or len(jobs) * num_tokens > MAX_BATCH_LOGITS:
         return False
     for job in jobs:
-        if context_of(job).changes_logits:
-            return False
         if row_kind(job.call.position) is not RowKind.GREEDY and needs_reading(job.call.position.filters, num_tokens):
             return False
     return True
@@ -134,6 +138,8 @@ class _Part:
         self._num_steps = num_steps
         self._num_likeliest = num_likeliest
         self._contexts = [context_of(job) for job in jobs]
+        self._history: RunningHistory | None = None
+        """Where bias, penalties or a mask touch one of its rows."""
         self._index: torch.Tensor | None = None
         self._keys: torch.Tensor | None = None
 
@@ -152,16 +158,30 @@ class _Part:
         """The tokens of its rows, and what is to be read beside them; `argmax` of all rows."""
         if len(self.rows) < len(logits):
             logits, argmax = (tensor.index_select(0, self.index_on(logits)) for tensor in (logits, argmax))
+        if not any(context.changes_logits for context in self._contexts):
+            return self._draw_from(index, logits, argmax)
+        if self._history is None:
+            self._history = RunningHistory(self._contexts, logits.shape[-1], logits.device)
+        scores = self._history.processed_logits(logits)
+        token_ids, noted = self._draw_from(index, scores, scores.argmax(dim=-1))
+        self._history.add(token_ids)
+        return token_ids, noted
+
+    def _draw_from(
+        self, index: int, scores: torch.Tensor, argmax: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As `draw`, of its own rows alone, after bias, penalties and masks."""
         if self.kind is RowKind.GREEDY:
-            return argmax, self._likeliest(logits)
-        distributions = filtered_distributions(logits, self._contexts)
+            return argmax, self._likeliest(scores)
+        filters = [context.filters for context in self._contexts]
+        distributions = distributions_of(scores.to(torch.float64, copy=True), filters)
         if self.kind is RowKind.COUPLED:
-            keys = self._keys_on(logits.device).clone()
+            keys = self._keys_on(scores.device).clone()
             keys[:, 3] += index
             scores = dense_coupled_scores(distributions, keys)
             return scores.argmax(dim=-1), self._likeliest(scores)
         masses, ids = likeliest(distributions, min(self._drawing.s_max, distributions.shape[-1]), floor=0.0)
-        words = self._words_on(logits.device)[index]
+        words = self._words_on(scores.device)[index]
         return support_draws(masses, ids, self._drawing.coverage, words), [masses, ids]
 
     def _likeliest(self, scores: torch.Tensor) -> list[torch.Tensor]:

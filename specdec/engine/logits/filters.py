@@ -44,15 +44,15 @@ class FilterContext:
     output_start: int
     """Position of this turn's first output token."""
 
-    @property
-    def masks_end(self) -> bool:
-        filters = self.filters
-        return bool(filters.end_token_ids) and len(self.history) - self.output_start < filters.min_new_tokens
+    def masks_end(self, num_more: int = 0) -> bool:
+        """Whether end tokens are masked, here or so many tokens further on."""
+        num_new = len(self.history) + num_more - self.output_start
+        return bool(self.filters.end_token_ids) and num_new < self.filters.min_new_tokens
 
     @property
     def changes_logits(self) -> bool:
         """Whether bias, penalties or the mask touch this row at all."""
-        return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end
+        return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end()
 
 
 def split_batches(
@@ -111,8 +111,11 @@ def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContex
     Returns:
         float64 [R, V], rows sum to 1; one-hot where greedy.
     """
-    scores = processed_logits(logits, contexts)  # [R, V]
-    params = [context.filters for context in contexts]
+    return distributions_of(processed_logits(logits, contexts), [context.filters for context in contexts])
+
+
+def distributions_of(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
+    """`filtered_distributions` of what bias, penalties and masks have been done to: float64 [R, V], overwritten."""
     greedy = [row for row, filters in enumerate(params) if filters.is_greedy]
     dense = [
         row
@@ -148,10 +151,7 @@ def _limits_number(filters: SamplingFilters, num_tokens: int) -> bool:
 
 def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
     """Adds bias, applies penalties and the min_new_tokens mask, in place; `scores` float64 [R, V]."""
-    biased = [(row, c.filters.logit_bias) for row, c in enumerate(contexts) if c.filters.logit_bias]
-    if biased:
-        where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
-        scores[where] += _column(scores, chain.from_iterable(bias.values() for _, bias in biased))
+    add_bias(scores, contexts)
     repeated = [
         (row, np.unique(np.asarray(c.history, dtype=np.int64)), c.filters.repetition_penalty)
         for row, c in enumerate(contexts)
@@ -173,7 +173,20 @@ def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> 
             scores,
             np.concatenate([filters.presence_penalty + filters.frequency_penalty * n for _, filters, _, n in counted]),
         )
-    masked = [(row, c.filters.end_token_ids) for row, c in enumerate(contexts) if c.masks_end]
+    mask_ends(scores, contexts)
+
+
+def add_bias(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
+    """The first of what is done to logits, in place; `scores` float64 [R, V]."""
+    biased = [(row, c.filters.logit_bias) for row, c in enumerate(contexts) if c.filters.logit_bias]
+    if biased:
+        where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
+        scores[where] += _column(scores, chain.from_iterable(bias.values() for _, bias in biased))
+
+
+def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more: int = 0) -> None:
+    """The last of what is done to logits, in place; `scores` float64 [R, V], so many tokens after the contexts."""
+    masked = [(row, c.filters.end_token_ids) for row, c in enumerate(contexts) if c.masks_end(num_more)]
     if masked:
         where = row_and_column(scores, masked)
         before = scores[where]

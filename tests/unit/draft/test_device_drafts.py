@@ -26,7 +26,7 @@ from tests.support.table_worker import TableWorker
 
 TOKENS = [3 + index * 7 % 20 for index in range(60)]
 GREEDY = SamplingFilters(temperature=0.0)
-RULES: dict[str, tuple[SamplingFilters, DrawRule]] = {
+PLAIN: dict[str, tuple[SamplingFilters, DrawRule]] = {
     "greedy": (GREEDY, DrawRule.DISTRIBUTION),
     "coupled": (SamplingFilters(temperature=0.9, min_p=0.02), DrawRule.COUPLED),
     "coupled, top-k": (SamplingFilters(temperature=1.3, top_k=9), DrawRule.COUPLED),
@@ -34,13 +34,25 @@ RULES: dict[str, tuple[SamplingFilters, DrawRule]] = {
     "sampled, both cuts": (SamplingFilters(temperature=1.0, top_k=12, top_p=0.9), DrawRule.DISTRIBUTION),
     "ends": (SamplingFilters(temperature=0.9, end_token_ids=(3, 4, 5, 6, 7, 8)), DrawRule.DISTRIBUTION),
 }
-#: What depends on tokens that the host has not seen yet, or on how far the likeliest tokens reach.
-ONE_BY_ONE: dict[str, tuple[SamplingFilters, DrawRule]] = {
-    "penalised": (SamplingFilters(temperature=0.0, frequency_penalty=0.5), DrawRule.DISTRIBUTION),
+#: What depends on tokens that the host has not seen yet.
+OF_A_HISTORY: dict[str, tuple[SamplingFilters, DrawRule]] = {
+    "by frequency": (SamplingFilters(temperature=0.0, frequency_penalty=0.7), DrawRule.DISTRIBUTION),
+    "by presence": (SamplingFilters(temperature=1.2, presence_penalty=1.1), DrawRule.COUPLED),
+    "repeated": (SamplingFilters(temperature=0.0, repetition_penalty=1.7), DrawRule.DISTRIBUTION),
+    "repeated, sampled": (SamplingFilters(temperature=1.1, repetition_penalty=0.6, top_k=9), DrawRule.DISTRIBUTION),
+    "all of it": (
+        SamplingFilters(
+            temperature=0.9, repetition_penalty=1.3, presence_penalty=-0.4, frequency_penalty=0.3,
+            logit_bias={5: 2.0, 9: -1.5}, min_new_tokens=4, end_token_ids=(3, 4, 5, 6, 7, 8),
+        ),
+        DrawRule.DISTRIBUTION,
+    ),
     "biased": (SamplingFilters(temperature=0.0, logit_bias={5: 2.0}), DrawRule.DISTRIBUTION),
-    "not to end yet": (SamplingFilters(min_new_tokens=6, end_token_ids=(1, 2)), DrawRule.DISTRIBUTION),
-    "top-p alone": (SamplingFilters(top_p=0.9), DrawRule.DISTRIBUTION),
-}
+    "not to end yet": (SamplingFilters(min_new_tokens=4, end_token_ids=tuple(range(3, 20))), DrawRule.DISTRIBUTION),
+    "never to end": (SamplingFilters(min_new_tokens=4, end_token_ids=tuple(range(24))), DrawRule.COUPLED),
+}  # fmt: skip
+RULES = PLAIN | OF_A_HISTORY
+TOP_P_ALONE = (SamplingFilters(top_p=0.9), DrawRule.DISTRIBUTION)
 
 
 def ask(
@@ -88,18 +100,22 @@ async def test_a_draft_of_several_steps_at_once_is_the_same_draft(name: str) -> 
         assert worker.runs == [5]
 
 
-@pytest.mark.parametrize("name", ONE_BY_ONE)
-async def test_what_needs_the_host_is_drawn_one_step_at_a_time(name: str) -> None:
-    request, worker = ask(ONE_BY_ONE[name]), FollowingWorker()
+async def test_where_the_host_asks_how_far_the_likeliest_reach_each_step_is_drawn_for_itself() -> None:
+    request, worker = ask(TOP_P_ALONE), FollowingWorker()
     (actual,), (expected,) = await proposals(worker, [request]), await proposals(TableWorker(), [request])
     same(actual, expected)
     assert not worker.runs
 
 
-async def test_drafts_of_all_kinds_and_lengths_are_drawn_together() -> None:
+@pytest.mark.parametrize(
+    "rules", [[*PLAIN.values()] * 2, [*OF_A_HISTORY.values(), *PLAIN.values()][:12]], ids=["plain", "of-a-history"]
+)
+async def test_drafts_of_all_kinds_and_lengths_are_drawn_together(
+    rules: list[tuple[SamplingFilters, DrawRule]],
+) -> None:
     requests = [
         ask(rule, num_tokens=21 + index, gamma=5 if index else 3, session=f"s{index}", seed=index)
-        for index, rule in enumerate([*RULES.values(), *RULES.values()])
+        for index, rule in enumerate(rules)
     ]
     worker = FollowingWorker()
     actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
