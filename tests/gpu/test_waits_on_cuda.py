@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
+from specdec.engine.logits.filters import FilterContext, distributions_of, filtered_distributions, greedy_choices
 from specdec.engine.logits.rows import cut_supports, distribution_rows
 from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.step_logits import StepLogits
@@ -93,6 +93,13 @@ def test_a_step_of_a_run_with_a_history_waits_for_nothing_and_makes_what_the_cpu
         histories["cpu"].add(drawn)
     actual = histories["cuda"].processed_logits(logits).cpu()
     assert torch.equal(actual, histories["cpu"].processed_logits(logits.cpu()))
+
+
+@pytest.mark.parametrize("filters", LAWS)
+def test_a_law_of_a_run_waits_for_nothing(filters: str, logits: torch.Tensor) -> None:
+    scores, params = logits.to(torch.float64), [LAWS[filters]] * NUM_ROWS
+    short = torch.zeros(NUM_ROWS, dtype=torch.bool, device="cuda")
+    assert num_waits(lambda: distributions_of(scores.clone(), params, short)) == 0
 
 
 @pytest.mark.parametrize("filters", LAWS)

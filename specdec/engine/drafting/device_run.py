@@ -4,7 +4,8 @@ The device goes on with the token that it finds. What counts is drawn on the hos
 the same code and the same keys as one step at a time: greedy and coupled tokens are the device's own (one argmax of the
 same numbers), sampled ones are drawn from the support that travels. There the device's running sums may be rounded
 otherwise than the host's, at the edge of a support: a draft whose token it did not foresee ends the run there and goes
-on by itself, so what is drawn never depends on how it was run. The tokens go back to `engine.loop.steps`.
+on by itself, so what is drawn never depends on how it was run. So does one whose top-p reaches further than a run
+looks, after its last token has run once more. The tokens go back to `engine.loop.steps`.
 
 Not here: the steps themselves, one at a time (`drawing`). Called by the draft service's `drafting`.
 """
@@ -27,7 +28,6 @@ from specdec.engine.logits.filters import (
     MAX_BATCH_LOGITS,
     distributions_of,
     likeliest,
-    needs_reading,
 )
 from specdec.engine.logits.rows import FIRST_CANDIDATES, noise_keys
 from specdec.engine.logits.running_history import RunningHistory
@@ -45,10 +45,7 @@ def can_run(jobs: Sequence[Job], s_max: int, num_tokens: int) -> bool:
     """
     if min(s_max, num_tokens) > FIRST_CANDIDATES or len(jobs) * num_tokens > MAX_BATCH_LOGITS:
         return False
-    for job in jobs:
-        if row_kind(job.call.position) is not RowKind.GREEDY and needs_reading(job.call.position.filters, num_tokens):
-            return False
-    return True
+    return not any(job.progress is not None and job.progress.is_wide for job in jobs)
 
 
 class DeviceRun:
@@ -108,6 +105,10 @@ class DeviceRun:
                 if not math.isfinite(maxima[row]):
                     non_finite.append(job)
                     continue
+                if part.looks_once and own[-1][place]:
+                    job.progress.is_wide = True
+                    job.sequence.kv_len -= 1  # whose logits are needed again
+                    continue
                 token_id = self._token_of(part, job, place, int(foreseen[row]), own)
                 job.progress.token_ids.append(token_id)
                 self._go_on(job)
@@ -138,6 +139,8 @@ class _Part:
         self._num_steps = num_steps
         self._num_likeliest = num_likeliest
         self._contexts = [context_of(job) for job in jobs]
+        self.looks_once = kind is not RowKind.GREEDY and any(c.filters.top_p < 1.0 for c in self._contexts)
+        """Whether the last that it notes tells which rows' top-p reaches further than is looked."""
         self._history: RunningHistory | None = None
         """Where bias, penalties or a mask touch one of its rows."""
         self._index: torch.Tensor | None = None
@@ -146,7 +149,7 @@ class _Part:
     @property
     def num_noted(self) -> int:
         """Tensors beside the tokens that `draw` gives."""
-        return 2 if self.kind is RowKind.DISTRIBUTION or self._num_likeliest else 0
+        return 2 * (self.kind is RowKind.DISTRIBUTION or self._num_likeliest > 0) + self.looks_once
 
     def index_on(self, like: torch.Tensor) -> torch.Tensor:
         """Its rows, int64, on the device of `like`."""
@@ -174,15 +177,16 @@ class _Part:
         if self.kind is RowKind.GREEDY:
             return argmax, self._likeliest(scores)
         filters = [context.filters for context in self._contexts]
-        distributions = distributions_of(scores.to(torch.float64, copy=True), filters)
+        reach = [torch.zeros(len(scores), dtype=torch.bool, device=scores.device)] if self.looks_once else []
+        distributions = distributions_of(scores.to(torch.float64, copy=True), filters, *reach)
         if self.kind is RowKind.COUPLED:
             keys = self._keys_on(scores.device).clone()
             keys[:, 3] += index
             scores = dense_coupled_scores(distributions, keys)
-            return scores.argmax(dim=-1), self._likeliest(scores)
+            return scores.argmax(dim=-1), [*self._likeliest(scores), *reach]
         masses, ids = likeliest(distributions, min(self._drawing.s_max, distributions.shape[-1]), floor=0.0)
         words = self._words_on(scores.device)[index]
-        return support_draws(masses, ids, self._drawing.coverage, words), [masses, ids]
+        return support_draws(masses, ids, self._drawing.coverage, words), [masses, ids, *reach]
 
     def _likeliest(self, scores: torch.Tensor) -> list[torch.Tensor]:
         if not self._num_likeliest:

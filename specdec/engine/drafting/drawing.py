@@ -43,6 +43,8 @@ class Draft:
     """The likeliest tokens at each position, best first, the drawn one perhaps among them."""
     q: list[float] = field(default_factory=list)
     """Of tokens that are scored instead of drawn: what each would have been drawn with."""
+    is_wide: bool = False
+    """Whether a distribution reached further than a run of steps looks: the rest is drawn one step at a time."""
 
     def cut(self, num_draft_tokens: int) -> None:
         """Keeps the first tokens only."""

@@ -114,8 +114,17 @@ def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContex
     return distributions_of(processed_logits(logits, contexts), [context.filters for context in contexts])
 
 
-def distributions_of(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
-    """`filtered_distributions` of what bias, penalties and masks have been done to: float64 [R, V], overwritten."""
+def distributions_of(
+    scores: torch.Tensor, params: Sequence[SamplingFilters], short: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`filtered_distributions` of what bias, penalties and masks have been done to: float64 [R, V], overwritten.
+
+    Args:
+        scores: float64 [R, V].
+        params: R filters.
+        short: bool [R], False. Where it is given nothing is read from the device, and it becomes True for the rows
+            whose distribution is not right yet: top-p alone reaches further than was looked.
+    """
     greedy = [row for row, filters in enumerate(params) if filters.is_greedy]
     dense = [
         row
@@ -126,7 +135,7 @@ def distributions_of(scores: torch.Tensor, params: Sequence[SamplingFilters]) ->
     if len(dense) == len(params):
         return _dense_distributions(scores, params)
     if len(cut) == len(params):
-        return _cut_distributions(scores, params)
+        return _cut_distributions(scores, params, short)
     distributions = torch.zeros_like(scores)
     if greedy:
         distributions[greedy, scores[greedy].argmax(dim=-1)] = 1.0
@@ -135,13 +144,11 @@ def distributions_of(scores: torch.Tensor, params: Sequence[SamplingFilters]) ->
         distributions[index] = _dense_distributions(scores[index], [params[row] for row in dense])
     if cut:
         index = to_device(cut, scores.device, torch.int64)
-        distributions[index] = _cut_distributions(scores[index], [params[row] for row in cut])
+        own_short = None if short is None else short[index]
+        distributions[index] = _cut_distributions(scores[index], [params[row] for row in cut], own_short)
+        if short is not None and own_short is not None:
+            short[index] = own_short
     return distributions
-
-
-def needs_reading(filters: SamplingFilters, num_tokens: int) -> bool:
-    """Whether making a distribution asks the device how far its likeliest tokens reach: top-p without top-k does."""
-    return filters.top_p < 1.0 and not _limits_number(filters, num_tokens)
 
 
 def _limits_number(filters: SamplingFilters, num_tokens: int) -> bool:
@@ -233,7 +240,9 @@ def _dense_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]
     return weights.div_(weights.sum(dim=-1, keepdim=True))
 
 
-def _cut_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
+def _cut_distributions(
+    scores: torch.Tensor, params: Sequence[SamplingFilters], short: torch.Tensor | None
+) -> torch.Tensor:
     """Distributions of rows with top-k or top-p, made from their likeliest tokens alone; `scores` float64 [N, V]."""
     num_tokens = scores.shape[-1]
     distributions = torch.zeros_like(scores)
@@ -249,9 +258,12 @@ def _cut_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) 
         is_short = _cut_rows(distributions, scores, params, nucleus, num_candidates, totals)
         if num_candidates == num_tokens:
             break
-        short = [index for index, row_is_short in enumerate(is_short.tolist()) if row_is_short]
-        nucleus = [nucleus[index] for index in short]
-        totals = totals[to_device(short, scores.device, torch.int64)]
+        if short is not None:
+            short[index] = is_short
+            break
+        left = [place for place, row_is_short in enumerate(is_short.tolist()) if row_is_short]
+        nucleus = [nucleus[place] for place in left]
+        totals = totals[to_device(left, scores.device, torch.int64)]
         num_candidates = min(num_tokens, num_candidates * _CANDIDATE_GROWTH)
     return distributions
 

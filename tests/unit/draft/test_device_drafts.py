@@ -14,6 +14,7 @@ from draft_service.proposer import DraftOptions, Proposer
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support, support_of_likeliest
 from specdec.engine.drafting import device_run
+from specdec.engine.logits import filters
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
 from specdec.engine.logits.filters import likeliest
 from specdec.engine.logits.rows import coupled_scores, noise_keys
@@ -51,16 +52,21 @@ OF_A_HISTORY: dict[str, tuple[SamplingFilters, DrawRule]] = {
     "not to end yet": (SamplingFilters(min_new_tokens=4, end_token_ids=tuple(range(3, 20))), DrawRule.DISTRIBUTION),
     "never to end": (SamplingFilters(min_new_tokens=4, end_token_ids=tuple(range(24))), DrawRule.COUPLED),
 }  # fmt: skip
-RULES = PLAIN | OF_A_HISTORY
-TOP_P_ALONE = (SamplingFilters(top_p=0.9), DrawRule.DISTRIBUTION)
+#: What depends on how far the likeliest tokens reach.
+TOP_P_ALONE: dict[str, tuple[SamplingFilters, DrawRule]] = {
+    "top-p": (SamplingFilters(top_p=0.9), DrawRule.DISTRIBUTION),
+    "top-p, coupled": (SamplingFilters(temperature=1.5, top_p=0.8, repetition_penalty=1.2), DrawRule.COUPLED),
+    "top-p, hot": (SamplingFilters(temperature=2.0, top_p=0.95, min_p=0.01), DrawRule.DISTRIBUTION),
+}
+RULES = PLAIN | OF_A_HISTORY | TOP_P_ALONE
 
 
 def ask(
     rule: tuple[SamplingFilters, DrawRule], *, num_tokens: int = 21, gamma: int = 5, session: str = "s", seed: int = 7
 ) -> ProposeRequest:
-    filters, draw_rule = rule
+    sampled_by, draw_rule = rule
     asked = make_round(
-        TOKENS[:num_tokens], filters=filters, draw_rule=draw_rule, seed=seed, output_start=20, session_id=session
+        TOKENS[:num_tokens], filters=sampled_by, draw_rule=draw_rule, seed=seed, output_start=20, session_id=session
     )
     return ProposeRequest(asked, gamma)
 
@@ -100,15 +106,29 @@ async def test_a_draft_of_several_steps_at_once_is_the_same_draft(name: str) -> 
         assert worker.runs == [5]
 
 
-async def test_where_the_host_asks_how_far_the_likeliest_reach_each_step_is_drawn_for_itself() -> None:
-    request, worker = ask(TOP_P_ALONE), FollowingWorker()
-    (actual,), (expected,) = await proposals(worker, [request]), await proposals(TableWorker(), [request])
-    same(actual, expected)
-    assert not worker.runs
+@pytest.mark.parametrize("num_looked_at", [1, 4, 9])
+async def test_a_draft_whose_top_p_reaches_further_than_a_run_looks_goes_on_one_step_at_a_time(
+    num_looked_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "_FIRST_CANDIDATES", num_looked_at)
+    rules = [*TOP_P_ALONE.values(), *PLAIN.values()]
+    num_alone = []
+    for seed in range(4):
+        requests = [ask(rule, num_tokens=21 + index, session=f"s{index}", seed=seed)
+                    for index, rule in enumerate(rules)]  # fmt: skip
+        worker = FollowingWorker()
+        actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
+        for one, other in zip(actual, expected, strict=True):
+            same(one, other)
+        num_alone.append(len(worker.steps) - 1 - sum(worker.runs))
+    assert max(num_alone) > 0  # some were drawn one step at a time, and still the same
+    assert worker.runs
 
 
 @pytest.mark.parametrize(
-    "rules", [[*PLAIN.values()] * 2, [*OF_A_HISTORY.values(), *PLAIN.values()][:12]], ids=["plain", "of-a-history"]
+    "rules",
+    [[*PLAIN.values()] * 2, [*OF_A_HISTORY.values(), *TOP_P_ALONE.values(), *PLAIN.values()][:12]],
+    ids=["plain", "of-a-history"],
 )
 async def test_drafts_of_all_kinds_and_lengths_are_drawn_together(
     rules: list[tuple[SamplingFilters, DrawRule]],
