@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -160,7 +159,7 @@ def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> 
     """Adds bias, applies penalties and the min_new_tokens mask, in place; `scores` float64 [R, V]."""
     add_bias(scores, contexts)
     repeated = [
-        (row, np.unique(np.asarray(c.history, dtype=np.int64)), c.filters.repetition_penalty)
+        (row, _distinct(c.history, scores.shape[-1]), c.filters.repetition_penalty)
         for row, c in enumerate(contexts)
         if c.filters.repetition_penalty != 1.0 and len(c.history)
     ]
@@ -170,7 +169,7 @@ def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> 
         values = scores[where]
         scores[where] = torch.where(values < 0, values * penalty, values / penalty)
     counted = [
-        (row, c.filters, *np.unique(np.asarray(c.history[c.output_start :], dtype=np.int64), return_counts=True))
+        (row, c.filters, *distinct_counts(c.history[c.output_start :]))
         for row, c in enumerate(contexts)
         if c.filters.presence_penalty != 0.0 or c.filters.frequency_penalty != 0.0
     ]
@@ -188,7 +187,7 @@ def add_bias(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
     biased = [(row, c.filters.logit_bias) for row, c in enumerate(contexts) if c.filters.logit_bias]
     if biased:
         where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
-        scores[where] += _column(scores, chain.from_iterable(bias.values() for _, bias in biased))
+        scores[where] += _column(scores, [value for _, bias in biased for value in bias.values()])
 
 
 def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more: int = 0) -> None:
@@ -203,6 +202,19 @@ def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more:
         scores[where] = torch.where(is_empty[where[0]], before, scores[where])
 
 
+def _distinct(token_ids: Sequence[int] | TokenIds, num_tokens: int) -> NDArray[np.int64]:
+    """Each id once, ascending; sorting a long history would take as long as the step."""
+    is_there = np.zeros(num_tokens, dtype=bool)
+    is_there[np.asarray(token_ids, dtype=np.int64)] = True
+    return np.flatnonzero(is_there)
+
+
+def distinct_counts(token_ids: Sequence[int] | TokenIds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each id once, ascending, and how often it is there."""
+    ids, counts = np.unique(np.asarray(token_ids, dtype=np.uint32), return_counts=True)
+    return ids.astype(np.int64), counts
+
+
 def row_and_column(
     scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,23 +226,23 @@ def row_and_column(
     return to_device(rows, device, torch.int64), to_device(columns, device, torch.int64)
 
 
-def _column(scores: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
+def _column(scores: torch.Tensor, values: Sequence[float] | NDArray[np.float64]) -> torch.Tensor:
     """float64 values, one a row or an entry, beside `scores`."""
-    return to_device(list(values), scores.device, torch.float64)
+    return to_device(values, scores.device, torch.float64)
 
 
 def _weights(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
     """exp(logit / T) with the likeliest at exactly 1; overwrites `scores` (float64 [N, V]) and returns it."""
     scores -= scores.amax(dim=-1, keepdim=True)
     if any(filters.temperature != 1.0 for filters in params):
-        scores /= _column(scores, (filters.temperature for filters in params))[:, None]
+        scores /= _column(scores, [filters.temperature for filters in params])[:, None]
     return scores.exp_()
 
 
 def _apply_min_p(weights: torch.Tensor, params: Sequence[SamplingFilters]) -> None:
     """Drops weights (float64 [N, K], the largest 1) below min_p, in place."""
     if any(filters.min_p > 0.0 for filters in params):
-        weights[weights < _column(weights, (filters.min_p for filters in params))[:, None]] = 0.0
+        weights[weights < _column(weights, [filters.min_p for filters in params])[:, None]] = 0.0
 
 
 def _dense_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
@@ -299,7 +311,7 @@ def _cut_rows(
         weights[torch.arange(num_candidates, device=scores.device) >= limits[:, None]] = 0.0
         totals = weights.sum(dim=-1)
     # Top-p 1 is off: rounding in the sums must not cut a tail.
-    bounds = totals * _column(scores, (filters.top_p if filters.top_p < 1.0 else torch.inf for filters in chosen))
+    bounds = totals * _column(scores, [filters.top_p if filters.top_p < 1.0 else torch.inf for filters in chosen])
     reach = weights.cumsum(dim=-1)
     is_short = reach[:, -1] < bounds
     weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from specdec.engine.logits.filters import FilterContext, add_bias, mask_ends, row_and_column
+from specdec.engine.logits.filters import FilterContext, add_bias, distinct_counts, mask_ends, row_and_column
 from specdec.engine.logits.transfer import to_device
 
 
@@ -39,8 +39,7 @@ class RunningHistory:
         self._counts: torch.Tensor | None = None  # float64 [R, V]: how often each token was put out
         if any(f.presence_penalty != 0.0 or f.frequency_penalty != 0.0 for f in filters):
             self._counts = torch.zeros(len(contexts), num_tokens, dtype=torch.float64, device=device)
-            emitted = [np.unique(np.asarray(c.history[c.output_start :], np.int64), return_counts=True)
-                       for c in contexts]  # fmt: skip
+            emitted = [distinct_counts(context.history[context.output_start :]) for context in contexts]
             where = row_and_column(self._counts, [(row, ids) for row, (ids, _) in enumerate(emitted)])
             counts = np.concatenate([counts for _, counts in emitted])
             self._counts[where] = to_device(counts, device, torch.float64)
