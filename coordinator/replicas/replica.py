@@ -77,9 +77,10 @@ class Replica(Generic[LinkT]):
         return self.is_alive and not self.lateness.is_out(self.link.heard_at)
 
     @property
-    def load(self) -> int:
-        """Sessions it holds, those we sent since it last told included."""
-        return (self.info.num_sessions if self.info else 0) + self._new_sessions
+    def load(self) -> tuple[int, int]:
+        """Sessions that call it, and those it holds, those we sent since it last told included. In this order: one that
+        holds many sessions from long ago has less to do than one that serves a few."""
+        return self.num_running, (self.info.num_sessions if self.info else 0) + self._new_sessions
 
     @property
     def num_running(self) -> int:

@@ -16,7 +16,7 @@ from specdec.types import EngineInfo
 from tests.support.coordinator_rig import Rig
 
 
-def make_replica(address: str, *, num_sessions: int = 0, draining: bool = False) -> TargetReplica:
+def make_replica(address: str, *, num_sessions: int = 0, num_running: int = 0, draining: bool = False) -> TargetReplica:
     replica = TargetReplica(TARGET, address, TargetLink(address))
     replica.info = EngineInfo(
         version="0",
@@ -34,6 +34,7 @@ def make_replica(address: str, *, num_sessions: int = 0, draining: bool = False)
         kv_block_tokens=16,
         kv_usage=0.0,
         num_sessions=num_sessions,
+        num_running=num_running,
         draining=draining,
         dtype="float32",
         device="cpu",
@@ -47,13 +48,25 @@ def test_the_less_loaded_of_two_takes_a_new_session() -> None:
     assert all(choose_replica(f"s{index}", [busy, idle]) is idle for index in range(20))
 
 
+def test_sessions_that_are_held_from_long_ago_are_no_work() -> None:
+    """Else a replica that has just been added would get every new session until it held as many as the old ones."""
+    old, new = make_replica("a:1", num_sessions=500, num_running=2), make_replica("b:1")
+    chosen = []
+    for index in range(40):
+        replica = choose_replica(f"s{index}", [old, new])
+        assert replica is not None
+        replica.note_new_session()
+        chosen.append(replica)
+    assert (chosen.count(old), chosen.count(new)) == (19, 21)
+
+
 def test_sessions_spread_over_many_equal_replicas() -> None:
     replicas = [make_replica(f"{name}:1") for name in "abcdefgh"]
     for index in range(400):
         chosen = choose_replica(f"session-{index}", replicas)
         assert chosen is not None
         chosen.note_new_session()
-    loads = [replica.load for replica in replicas]
+    loads = [replica.load[0] for replica in replicas]
     assert max(loads) - min(loads) <= 8
 
 
@@ -129,8 +142,8 @@ async def test_a_session_is_counted_where_it_goes_and_once(rig: Rig) -> None:
     for _ in range(3):
         replicas.choose_target()
         replicas.choose_draft()
-    assert sorted(replica.load for replica in pools.targets()) == [0, 0, 1]
-    assert sorted(replica.load for replica in pools.drafts("default")) == [0, 1]
+    assert sorted(replica.load for replica in pools.targets()) == [(0, 0), (0, 0), (1, 1)]
+    assert sorted(replica.load for replica in pools.drafts("default")) == [(0, 0), (1, 1)]
     await pools.close()
 
 

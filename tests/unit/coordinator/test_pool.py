@@ -110,14 +110,14 @@ async def test_a_replica_of_the_other_role_is_left_out_and_that_is_said_once(cap
 async def test_sessions_sent_to_a_replica_count_until_it_tells_its_own_number() -> None:
     async with RoundRig(drafts=0) as rig:
         (target,) = rig.pools.targets()
-        before = target.load
+        assert target.load == (0, 0)
         rounds = rig.rounds()
         await rounds.run()
-        assert target.load == before + 1
+        assert target.load == (1, 1)
         target.note_new_session()
-        assert target.load == before + 2
+        assert target.load == (2, 2)
         await rig.pools.poll()
-        assert target.load == before + 1  # the one that it really holds
+        assert target.load == (1, 1)  # the one that it really holds, and that has just called
 
 
 async def test_releasing_a_session_frees_it_at_every_replica_and_fails_at_none() -> None:
