@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_service.scoring import score_of
-from specdec.engine.drafting.device_run import DeviceRun, can_run
+from specdec.engine.drafting.device_run import DeviceRun
 from specdec.engine.drafting.drawing import Draft, Drawing
+from specdec.engine.drafting.run_policy import RunPolicy
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import DraftRun, Job, Program
 from specdec.engine.sessions.calls import Call
@@ -35,7 +36,7 @@ class DraftProgram(Program):
             max_noted: jobs of one step beyond which none of them notes the likeliest tokens: the step is in a hurry.
         """
         self._drawing = Drawing(s_max=s_max, coverage=coverage, num_likeliest=num_likeliest)
-        self._num_tokens = num_tokens
+        self._runs = RunPolicy(s_max=s_max, num_tokens=num_tokens)
         self._num_likeliest = num_likeliest
         self._max_noted = max_noted
 
@@ -59,10 +60,10 @@ class DraftProgram(Program):
         num_steps = min(
             request_of(job.call).gamma - (len(job.progress.token_ids) if job.progress else 0) for job in jobs
         )
-        if num_steps < 2 or not can_run(jobs, self._drawing.s_max, self._num_tokens):
+        if num_steps < 2 or not self._runs.may_run(jobs):
             return None
         num_likeliest = self._num_likeliest if len(jobs) <= self._max_noted else 0
-        return DeviceRun(self._drawing, jobs, num_steps, num_likeliest, _go_on)
+        return DeviceRun(self._drawing, self._runs, jobs, num_steps, num_likeliest, _go_on)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
         """See `Drawing.guess`."""

@@ -4,10 +4,11 @@ The device goes on with the token that it finds. What counts is drawn on the hos
 the same code and the same keys as one step at a time: greedy and coupled tokens are the device's own (one argmax of the
 same numbers), sampled ones are drawn from the support that travels. There the device's running sums may be rounded
 otherwise than the host's, at the edge of a support: a draft whose token it did not foresee ends the run there and goes
-on by itself, so what is drawn never depends on how it was run. So does one whose top-p reaches further than a run
-looks, after its last token has run once more. The tokens go back to `engine.loop.steps`.
+on by itself, so what is drawn never depends on how it was run. So does one whose law reaches further than a run looks,
+after its last token has run once more. The tokens go back to `engine.loop.steps`.
 
-Not here: the steps themselves, one at a time (`drawing`). Called by the draft service's `drafting`.
+Not here: the steps themselves, one at a time (`drawing`), when drafts are run (`run_policy`). Called by the draft
+service's `drafting`.
 """
 
 from __future__ import annotations
@@ -23,47 +24,39 @@ from numpy.typing import NDArray
 from specdec.core.random import DrawKey, Stream, philox4x32, seed_words
 from specdec.core.sparse import support_of_likeliest
 from specdec.engine.drafting.drawing import Draft, Drawing, context_of, draw_key_of
+from specdec.engine.drafting.run_policy import RunPolicy
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
-from specdec.engine.logits.filters import (
-    MAX_BATCH_LOGITS,
-    distributions_of,
-    likeliest,
-)
+from specdec.engine.logits.filters import distributions_of, likeliest
 from specdec.engine.logits.rows import FIRST_CANDIDATES, noise_keys
 from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
 
 
-def can_run(jobs: Sequence[Job], s_max: int, num_tokens: int) -> bool:
-    """Whether the jobs' next tokens can be drawn without reading.
-
-    Args:
-        jobs: of rounds that draft.
-        s_max: most entries of a support.
-        num_tokens: V.
-    """
-    if min(s_max, num_tokens) > FIRST_CANDIDATES or len(jobs) * num_tokens > MAX_BATCH_LOGITS:
-        return False
-    return not any(job.progress is not None and job.progress.is_wide for job in jobs)
-
-
 class DeviceRun:
     """Implements `engine.loop.job.DraftRun`."""
 
     def __init__(
-        self, drawing: Drawing, jobs: Sequence[Job], num_steps: int, num_likeliest: int, go_on: Callable[[Job], None]
+        self,
+        drawing: Drawing,
+        policy: RunPolicy,
+        jobs: Sequence[Job],
+        num_steps: int,
+        num_likeliest: int,
+        go_on: Callable[[Job], None],
     ) -> None:
         """
         Args:
             drawing: what the drafts are drawn by.
-            jobs: those that `can_run`, in the order of their rows.
+            policy: told of the run's end.
+            jobs: those that may run, in the order of their rows.
             num_steps: that each of them still wants.
             num_likeliest: how many of the likeliest tokens the drafts note; 0: none.
             go_on: ends a job that has got its token, or lets it go on.
         """
         self.num_steps = num_steps
         self._drawing = drawing
+        self._policy = policy
         self._jobs = jobs
         self._num_likeliest = num_likeliest
         self._go_on = go_on
@@ -105,7 +98,7 @@ class DeviceRun:
                 if not math.isfinite(maxima[row]):
                     non_finite.append(job)
                     continue
-                if part.looks_once and own[-1][place]:
+                if part.is_wide(place, own):
                     job.progress.is_wide = True
                     job.sequence.kv_len -= 1  # whose logits are needed again
                     continue
@@ -114,6 +107,8 @@ class DeviceRun:
                 self._go_on(job)
                 if job.answer is None and token_id == foreseen[row]:
                     going.append(job)
+        if index == self.num_steps - 1:
+            self._policy.note_run(self._jobs)
         return non_finite, going
 
     def _token_of(self, part: _Part, job: Job, place: int, foreseen: int, noted: Sequence[NDArray[Any]]) -> int:
@@ -139,8 +134,9 @@ class _Part:
         self._num_steps = num_steps
         self._num_likeliest = num_likeliest
         self._contexts = [context_of(job) for job in jobs]
-        self.looks_once = kind is not RowKind.GREEDY and any(c.filters.top_p < 1.0 for c in self._contexts)
+        self._looks_once = kind is not RowKind.GREEDY and any(c.filters.top_p < 1.0 for c in self._contexts)
         """Whether the last that it notes tells which rows' top-p reaches further than is looked."""
+        self._num_tokens = 0
         self._history: RunningHistory | None = None
         """Where bias, penalties or a mask touch one of its rows."""
         self._index: torch.Tensor | None = None
@@ -149,7 +145,17 @@ class _Part:
     @property
     def num_noted(self) -> int:
         """Tensors beside the tokens that `draw` gives."""
-        return 2 * (self.kind is RowKind.DISTRIBUTION or self._num_likeliest > 0) + self.looks_once
+        return 2 * (self.kind is RowKind.DISTRIBUTION or self._num_likeliest > 0) + self._looks_once
+
+    def is_wide(self, place: int, noted: Sequence[NDArray[Any]]) -> bool:
+        """Whether what was noted of a row, its `place` among them, does not reach far enough to draw from."""
+        if self._looks_once and noted[-1][place]:
+            return True
+        if self.kind is not RowKind.DISTRIBUTION:
+            return False
+        masses = noted[0]
+        has_more = masses.shape[1] < min(self._drawing.s_max, self._num_tokens)
+        return has_more and bool(masses[place].sum() < self._drawing.coverage)
 
     def index_on(self, like: torch.Tensor) -> torch.Tensor:
         """Its rows, int64, on the device of `like`."""
@@ -177,14 +183,16 @@ class _Part:
         if self.kind is RowKind.GREEDY:
             return argmax, self._likeliest(scores)
         filters = [context.filters for context in self._contexts]
-        reach = [torch.zeros(len(scores), dtype=torch.bool, device=scores.device)] if self.looks_once else []
+        reach = [torch.zeros(len(scores), dtype=torch.bool, device=scores.device)] if self._looks_once else []
         distributions = distributions_of(scores.to(torch.float64, copy=True), filters, *reach)
         if self.kind is RowKind.COUPLED:
             keys = self._keys_on(scores.device).clone()
             keys[:, 3] += index
             scores = dense_coupled_scores(distributions, keys)
             return scores.argmax(dim=-1), [*self._likeliest(scores), *reach]
-        masses, ids = likeliest(distributions, min(self._drawing.s_max, distributions.shape[-1]), floor=0.0)
+        self._num_tokens = distributions.shape[-1]
+        num_looked_at = min(self._drawing.s_max, self._num_tokens, FIRST_CANDIDATES)
+        masses, ids = likeliest(distributions, num_looked_at, floor=0.0)
         words = self._words_on(scores.device)[index]
         return support_draws(masses, ids, self._drawing.coverage, words), [masses, ids, *reach]
 

@@ -13,8 +13,8 @@ from draft_service.predraft import Predrafter
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support, support_of_likeliest
-from specdec.engine.drafting import device_run
-from specdec.engine.logits import filters
+from specdec.engine.drafting import device_run, run_policy
+from specdec.engine.logits import filters, rows
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
 from specdec.engine.logits.filters import likeliest
 from specdec.engine.logits.rows import coupled_scores, noise_keys
@@ -62,18 +62,27 @@ RULES = PLAIN | OF_A_HISTORY | TOP_P_ALONE
 
 
 def ask(
-    rule: tuple[SamplingFilters, DrawRule], *, num_tokens: int = 21, gamma: int = 5, session: str = "s", seed: int = 7
+    rule: tuple[SamplingFilters, DrawRule],
+    *,
+    num_tokens: int = 21,
+    gamma: int = 5,
+    session: str = "s",
+    seed: int = 7,
+    round_id: int = 0,
 ) -> ProposeRequest:
     sampled_by, draw_rule = rule
     asked = make_round(
-        TOKENS[:num_tokens], filters=sampled_by, draw_rule=draw_rule, seed=seed, output_start=20, session_id=session
-    )
+        TOKENS[:num_tokens], filters=sampled_by, draw_rule=draw_rule, seed=seed, output_start=20, session_id=session,
+        round_id=round_id,
+    )  # fmt: skip
     return ProposeRequest(asked, gamma)
 
 
-async def proposals(worker: TableWorker, requests: Sequence[ProposeRequest]) -> list[Proposal | BaseException]:
+async def proposals(
+    worker: TableWorker, requests: Sequence[ProposeRequest], max_support: int = 24
+) -> list[Proposal | BaseException]:
     """All of them together: none runs before the last one is here."""
-    proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
+    proposer = Proposer(worker, drafting=DraftOptions(max_support=max_support))
     worker.gate.clear()
     first = asyncio.ensure_future(proposer.propose(ask(RULES["greedy"], session="first", gamma=1)))
     await asyncio.to_thread(worker.entered.acquire)
@@ -106,11 +115,20 @@ async def test_a_draft_of_several_steps_at_once_is_the_same_draft(name: str) -> 
         assert worker.runs == [5]
 
 
+async def test_a_support_that_may_not_reach_further_ends_no_run() -> None:
+    request, worker = ask(RULES["sampled"]), FollowingWorker()
+    (actual,), (expected,) = await proposals(worker, [request], 3), await proposals(TableWorker(), [request], 3)
+    same(actual, expected)
+    assert isinstance(actual, Proposal)
+    assert max(actual.lost_mass) > 0.01  # less is covered than should be
+    assert (worker.runs, len(worker.steps)) == ([5], 1 + 5)
+
+
 @pytest.mark.parametrize("num_looked_at", [1, 4, 9])
-async def test_a_draft_whose_top_p_reaches_further_than_a_run_looks_goes_on_one_step_at_a_time(
+async def test_a_draft_whose_law_reaches_further_than_a_run_looks_goes_on_one_step_at_a_time(
     num_looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filters, "_FIRST_CANDIDATES", num_looked_at)
+    look_at(num_looked_at, monkeypatch)
     rules = [*TOP_P_ALONE.values(), *PLAIN.values()]
     num_alone = []
     for seed in range(4):
@@ -123,6 +141,32 @@ async def test_a_draft_whose_top_p_reaches_further_than_a_run_looks_goes_on_one_
         num_alone.append(len(worker.steps) - 1 - sum(worker.runs))
     assert max(num_alone) > 0  # some were drawn one step at a time, and still the same
     assert worker.runs
+
+
+@pytest.mark.parametrize(("name", "num_runs"), [("greedy", (40, 30)), ("sampled", (5, 30)), ("top-p, coupled", (5, 8))])
+async def test_after_a_run_that_was_for_nothing_fewer_and_fewer_drafts_are_run(
+    name: str, num_runs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_at(1, monkeypatch)
+    worker = FollowingWorker()
+    proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
+    for round_id in range(40):
+        await proposer.propose(ask(RULES[name], gamma=2, num_tokens=21 + round_id % 30, round_id=round_id))
+    # An opportunity each; after runs those that are let pass are 1, 3, 7, 15 and then 31, which are not over.
+    assert len(worker.runs) == num_runs[0]
+    worker.runs.clear()
+    look_at(24, monkeypatch)  # which are all: a support cannot reach further, and top-p does not
+    for round_id in range(40, 70):
+        await proposer.propose(ask(RULES[name], gamma=2, num_tokens=21 + round_id % 30, round_id=round_id))
+    assert len(worker.runs) == num_runs[1]
+    await proposer.close()
+
+
+def look_at(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a first look be at so many of the likeliest tokens."""
+    monkeypatch.setattr(filters, "_FIRST_CANDIDATES", num_tokens)
+    for module in (rows, device_run, run_policy):
+        monkeypatch.setattr(module, "FIRST_CANDIDATES", num_tokens)
 
 
 @pytest.mark.parametrize(
