@@ -220,7 +220,7 @@ class Generations:
         check_held(num_held, running.stream.num_tokens, has_finished=False)
         if num_held >= running.stream.num_dropped_tokens:
             return running.subscribe(num_held)
-        output = (await self._beginnings.read_log(identity.session_id)).output
+        output = (await self._beginnings.read_log(identity.session_id, identity.request_id)).output
         return running.subscribe(num_held, OutputChunk(0, output.token_ids, output.texts, None))
 
     async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
@@ -239,17 +239,16 @@ class Generations:
         session_id, num_held = request.session_id, request.resume_from or 0
         check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
-            logged = await self._beginnings.read_log(session_id)
+            logged = await self._beginnings.read_log(session_id, stored.request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=True)
             return _replay(logged, num_held)
-        found = await self._beginnings.of_unfinished_turn(session_id, num_held, began)
+        found = await self._beginnings.of_unfinished_turn(session_id, stored.request_id, num_held, began)
         return _replay(found, num_held) if isinstance(found, LoggedRequest) else await self._start(found, num_held)
 
     async def _start(self, beginning: Beginning, num_held: int) -> Subscription:
         """Starts a generation and its first reader, who already holds `num_held` output tokens."""
         if self._is_draining:
-            await asyncio.shield(self._beginnings.give_up(beginning))
-            raise _draining()
+            raise await asyncio.shield(self._beginnings.give_up(beginning)) or _draining()
         # From here on nothing is awaited: the lease is the generation's, and a drain that begins now finds it.
         generation, parts = self._assembly.start(beginning)
         self._running[beginning.identity.session_id] = generation

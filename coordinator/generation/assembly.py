@@ -90,7 +90,7 @@ class GenerationAssembly:
             account=account,
             stream=stream,
             publisher=Publisher(self._store, self._commits, lease, tokens, stream, account, self._timelines),
-            on_failure_without_output=partial(self._discard, beginning),
+            on_failure=partial(self._after_failure, beginning),
             remember_output=self._draft_kinds.remember,
             route=route,
             record=self._record(beginning, setting),
@@ -145,7 +145,6 @@ class GenerationAssembly:
             is_timed=self._timelines is not None,
         )
 
-    async def _discard(self, beginning: Beginning) -> None:
-        """A session made by a request that failed before its first token is of no use to anybody."""
-        if beginning.is_new_session:
-            await self._removal.remove_held(beginning.lease)
+    async def _after_failure(self, beginning: Beginning, is_useless: bool) -> None:
+        """See `SessionRemoval.after_failure`."""
+        await self._removal.after_failure(beginning.lease, is_useless=is_useless and beginning.is_new_session)

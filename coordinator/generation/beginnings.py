@@ -33,7 +33,7 @@ from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import SessionBusy, SpecdecError, Unavailable
+from specdec.errors import NotFound, SessionBusy, SessionLost, SpecdecError, Unavailable
 from specdec.state.store import KvHome, Lease, SessionRecord, SessionStore
 from specdec.types import SamplingParams, TokenIds
 
@@ -119,14 +119,12 @@ class Beginnings:
 
         # Asked for in the same turn of the event loop as the lease, and so in the same round trip.
         looking_up = self._prefixes.look_up(len(tokens), tokens.prefix_hash)
-        lease = await self._leases.acquire(session_id, create=record is None)
+        lease = await self._leases.acquire(session_id, create=record is None or record.request is None)
         is_new = False
         try:
             fresh = await self._store.load(session_id)
             # Another coordinator may have made, run and left the session since it was looked up.
             is_new = fresh is not None and fresh.request is None
-            if fresh is None:
-                await self._store.renew(lease)  # tells what became of the session
             if fresh is None or not _is_unchanged(fresh, record, held):
                 raise SessionBusy(f"session {session_id} has just been changed by another request")
             await self._store.begin_request(
@@ -145,15 +143,20 @@ class Beginnings:
                 homes=fresh.homes,
                 prefix_tokens=await self._prefixes.answer(looking_up),
             )
-        except BaseException:
-            await asyncio.shield(self._give_up(lease, is_new=is_new))
+        except BaseException as error:
+            deletion = await asyncio.shield(self._give_up(lease, is_new=is_new))
+            if deletion is not None and isinstance(error, SpecdecError):
+                raise deletion from error
             raise
 
-    async def of_unfinished_turn(self, session_id: str, num_held: int, began: float) -> Beginning | LoggedRequest:
+    async def of_unfinished_turn(
+        self, session_id: str, request_id: str, num_held: int, began: float
+    ) -> Beginning | LoggedRequest:
         """Takes the session's last request over, waiting as long as a dead owner's lease may still live.
 
         Args:
             session_id: of the session.
+            request_id: of that request.
             num_held: output tokens that the caller already holds.
             began: `time.perf_counter()` at admission.
 
@@ -163,14 +166,14 @@ class Beginnings:
         Raises:
             SessionBusy: its owner lives.
             InvalidRequest: its owner has finished it with fewer tokens than the caller holds.
-            SessionLost: the log is shorter than what the caller holds.
+            SessionLost: the log is shorter than what the caller holds, or of another request by now.
             NotFound: it is gone.
             Unavailable: no target replica, or no store.
         """
         self._check_serving()
         lease = await self._leases.take_over(session_id)
         try:
-            logged = await self.read_log(session_id)
+            logged = await self.read_log(session_id, request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=logged.finish_reason is not None)
             if logged.finish_reason is not None:
                 await self._store.release(lease)
@@ -179,8 +182,10 @@ class Beginnings:
             tokens = SessionTokens(logged.token_ids)
             looking_up = self._prefixes.look_up(len(tokens), tokens.prefix_hash)
             prefix_tokens = await self._prefixes.answer(looking_up)
-        except BaseException:
-            await asyncio.shield(self._give_up(lease, is_new=False))
+        except BaseException as error:
+            deletion = await asyncio.shield(self._give_up(lease, is_new=False))
+            if deletion is not None and isinstance(error, SpecdecError):
+                raise deletion from error
             raise
         return Beginning(
             identity=logged.identity,
@@ -196,15 +201,26 @@ class Beginnings:
             prefix_tokens=prefix_tokens,
         )
 
-    async def give_up(self, beginning: Beginning) -> None:
-        """Undoes a beginning that no generation starts from. What cannot be undone now expires by itself."""
-        await self._give_up(beginning.lease, is_new=beginning.is_new_session)
+    async def give_up(self, beginning: Beginning) -> NotFound | None:
+        """Undoes a beginning that no generation starts from. What cannot be undone now expires by itself.
 
-    async def read_log(self, session_id: str) -> LoggedRequest:
-        """The session's last request from the log. Raises as `read_logged_request`."""
-        return await read_logged_request(
-            self._store, session_id, self._tokenizer, self._pools.target_info.eos_token_ids
-        )
+        Returns:
+            What the caller is to be told where the session was deleted meanwhile.
+        """
+        return await self._give_up(beginning.lease, is_new=beginning.is_new_session)
+
+    async def read_log(self, session_id: str, request_id: str) -> LoggedRequest:
+        """A request that was the session's last a moment ago, from the log.
+
+        Raises as `read_logged_request`, and SessionLost where another one is the last by now.
+        """
+        eos_token_ids = self._pools.target_info.eos_token_ids
+        logged = await read_logged_request(self._store, session_id, self._tokenizer, eos_token_ids)
+        if logged.identity.request_id != request_id:
+            raise SessionLost(
+                f"session {session_id} has gone on from request {request_id!r} to another one", field="request_id"
+            )
+        return logged
 
     def _check_serving(self) -> None:
         if not self._pools.is_ready:
@@ -230,13 +246,15 @@ class Beginnings:
             ),
         )
 
-    async def _give_up(self, lease: Lease, *, is_new: bool) -> None:
+    async def _give_up(self, lease: Lease, *, is_new: bool) -> NotFound | None:
         try:
-            if is_new:
-                await self._removal.remove_held(lease)
+            await self._removal.after_failure(lease, is_useless=is_new)
             await self._store.release(lease, left=lease.was_left)
+        except NotFound as deletion:
+            return deletion
         except SpecdecError as error:
             _log.warning("undoing an admission on session %s failed: %s", lease.session_id, error)
+        return None
 
 
 def _is_unchanged(fresh: SessionRecord, record: SessionRecord | None, held: TokenIds) -> bool:

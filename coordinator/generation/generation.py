@@ -28,7 +28,7 @@ from coordinator.round.request_route import RequestRoute
 from coordinator.round.runner import RoundRunner
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputWriter
-from specdec.errors import Internal, SessionLost, SpecdecError, Unavailable
+from specdec.errors import Internal, NotFound, SessionLost, SpecdecError, Unavailable
 from specdec.observability.logging import bind
 from specdec.state.store import Lease, SessionStore
 from specdec.types import FinishReason
@@ -52,8 +52,9 @@ class GenerationParts:
     account: Account
     stream: OutputStream
     publisher: Publisher
-    on_failure_without_output: Callable[[], Awaitable[None]]
-    """Called when the generation failed before its first token; the lease is still held."""
+    on_failure: Callable[[bool], Awaitable[None]]
+    """Called when the generation failed, before the lease is given back; True: before its first token, and nobody had
+    it stopped, so that a session made for it is of no use. Raises NotFound where the session was deleted meanwhile."""
     remember_output: Callable[[Sequence[int]], None]
     """Told what the request has said, however it ended."""
     route: RequestRoute | None = None
@@ -124,7 +125,7 @@ class Generation:
             if error is not None and error.reason == "STORE_UNAVAILABLE":
                 self._end(None, error)  # giving the lease back waits for the store as long again
             # Nothing may interrupt this: a lease left behind blocks the session until it expires.
-            await asyncio.shield(self._clean_up(error))
+            error = await asyncio.shield(self._clean_up(error))
         self._end(finished, error)
 
     def _end(self, finished: Finished | None, error: SpecdecError | None) -> None:
@@ -162,8 +163,8 @@ class Generation:
                 is_first = False
                 self._note_prefixes()  # other sessions may begin as this one does, before it ends
 
-    async def _clean_up(self, error: SpecdecError | None) -> None:
-        """Lets the last commit end, then gives the lease back."""
+    async def _clean_up(self, error: SpecdecError | None) -> SpecdecError | None:
+        """Lets the last commit end, then gives the lease back; returns what the readers are told."""
         await self._parts.publisher.close()
         if self._parts.route is not None:
             self._parts.route.end(self._parts.account.stats if error is None else None)
@@ -174,15 +175,18 @@ class Generation:
         stats = self._parts.account.stats
         self._parts.replicas.end_turn(stats.num_rounds + stats.num_draft_tokens if error is None else None)
         try:
-            if error is not None and not self.stream.num_tokens and not self.is_cancelled:
-                await self._parts.on_failure_without_output()
+            if error is not None and not (self.is_cancelled and isinstance(error, NotFound)):
+                await self._parts.on_failure(not self.stream.num_tokens and not self.is_cancelled)
             self._note_prefixes()
             # A log shorter than what was shown is not left in order.
             await self._parts.store.release(
                 self._parts.lease, left=not isinstance(error, SessionLost), homes=self._parts.replicas.homes
             )
+        except NotFound as deletion:
+            return deletion
         except SpecdecError as failure:
             _log.warning("cleaning up a generation failed: %s", failure)
+        return error
 
     def _note_prefixes(self) -> None:
         """Tells the directory which replicas hold the committed tokens, as far as is known by now."""

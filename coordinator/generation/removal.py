@@ -9,6 +9,7 @@ from __future__ import annotations
 from coordinator.generation.tails import Tails
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
+from specdec.errors import NotFound
 from specdec.state.store import Lease, SessionStore
 
 
@@ -31,17 +32,31 @@ class SessionRemoval:
         await self._store.delete(session_id)
         await self._pools.release(session_id, tenant=self._tenant)
 
-    async def remove_held(self, lease: Lease) -> None:
-        """Removes a session if it is still ours.
+    async def after_failure(self, lease: Lease, *, is_useless: bool) -> None:
+        """Finds out what has become of a session whose request failed, and removes it where it is of no use.
+
+        Whatever the request failed with, its client may begin it anew, and so bring back what another coordinator has
+        deleted meanwhile.
+
+        Args:
+            lease: that the request ran under.
+            is_useless: it was made for this request, which has left nothing in it.
 
         Raises:
-            LeaseLost: another coordinator has taken it over meanwhile; it stays.
-            NotFound: it was deleted meanwhile.
+            NotFound: it was deleted meanwhile; its KV is freed here, too, unless it has been begun anew.
+            LeaseLost: another coordinator has taken it over; it stays.
             Unavailable: the store cannot be reached.
         """
-        await self._store.discard(lease)
-        self._forget(lease.session_id)
-        await self._pools.release(lease.session_id, tenant=self._tenant)
+        try:
+            await (self._store.discard(lease) if is_useless else self._store.renew(lease))
+        except NotFound:
+            self._forget(lease.session_id)
+            if await self._store.load(lease.session_id) is None:
+                await self._pools.release(lease.session_id, tenant=self._tenant)
+            raise
+        if is_useless:
+            self._forget(lease.session_id)
+            await self._pools.release(lease.session_id, tenant=self._tenant)
 
     def _forget(self, session_id: str) -> None:
         self._placement.forget(session_id)

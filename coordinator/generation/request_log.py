@@ -53,11 +53,9 @@ async def read_logged_request(
         NotFound: no such session, or no request in it.
         SessionLost: the log ends before the output began.
     """
-    record = await store.load(session_id)
-    if record is None or record.request is None:
-        raise NotFound(f"session {session_id} has no request to resume", field="session_id")
+    record, token_ids = await _read_turn(store, session_id)
+    assert record.request is not None
     stored = record.request
-    token_ids = (await store.read_tokens(session_id)).tolist()
     if len(token_ids) < stored.output_start:
         raise SessionLost(f"session {session_id} has lost part of its prompt")
     identity = identity_of(session_id, stored)
@@ -73,6 +71,21 @@ async def read_logged_request(
         finish_reason=stored.finish_reason,
         homes=record.homes,
     )
+
+
+async def _read_turn(store: SessionStore, session_id: str) -> tuple[SessionRecord, list[int]]:
+    """A record with a request, and no fewer tokens than were there by then. Raises NotFound where there is none.
+
+    They are read one after the other, and once more where the session has changed hands between them: the tokens may be
+    another turn's, or those of another session of that id.
+    """
+    record, token_ids = await store.load(session_id), []
+    while record is not None and record.request is not None:
+        token_ids = (await store.read_tokens(session_id)).tolist()
+        before, record = record, await store.load(session_id)
+        if record is not None and record.epoch == before.epoch:
+            return before, token_ids
+    raise NotFound(f"session {session_id} has no request to resume", field="session_id")
 
 
 def check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:

@@ -236,6 +236,7 @@ class AsyncClient:
         request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)
         await self._ask("DeleteSession", request)
+        self._sizes.forget(session_id)  # once more: an answer may have begun before the deletion
 
     async def tokenize(
         self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None

@@ -220,6 +220,7 @@ class Client:
         request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)
         self._ask("DeleteSession", request)
+        self._sizes.forget(session_id)  # once more: an answer may have begun before the deletion
 
     def tokenize(self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None) -> tuple[int, ...]:
         """Token ids of a text or a conversation, as `generate` would see them in a new session."""

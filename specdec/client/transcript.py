@@ -81,20 +81,25 @@ class Transcript:
             A chunk to hand to the caller, or None where there is nothing new to hand over.
 
         Raises:
-            Internal: the server skipped tokens or answered with half of a chunk that the caller already has.
+            Internal: the server answered another request, skipped tokens, or answered with half of a chunk that the
+                caller already has.
         """
         event = response.WhichOneof("event")
         if event == "finished":
             self._finished = response.finished
             usage = response.finished.usage
-            self._sizes.learn(self.request.session_id, usage.num_prompt_tokens + usage.num_output_tokens)
+            num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
+            self._sizes.learn(self.request.session_id, self.request_id, num_tokens)
             return None
         if event == "started":
-            self.request_id = response.started.request_id
+            request_id = response.started.request_id
+            if self.request_id and request_id not in ("", self.request_id):
+                raise Internal(f"the server answered request {request_id!r}, not {self.request_id!r}")
+            self.request_id = request_id
             self._num_prompt_tokens = response.started.num_prompt_tokens
             self.target_fingerprint = response.started.target_fingerprint
             self.target_changed = response.started.target_changed
-            self._sizes.forget(self.request.session_id)
+            self._sizes.begin(self.request.session_id, self.request_id)
         if event != "tokens":
             return None
         chunk = read_chunk(response.tokens)

@@ -3,77 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import grpc
 import numpy as np
-import pytest
 
-from specdec.client import AsyncClient
-from specdec.errors import NotFound
-from specdec.rpc.status import from_rpc_error
 from specdec.state.store import Commit, Lease, RequestRecord
-from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, read_rest, read_until, request
-
-
-class InterruptedStore:
-    """A session store in which something happens before, or after, the first call of one method."""
-
-    def __init__(
-        self,
-        store: Any,
-        method: str,
-        *,
-        before: Callable[..., Awaitable[None]] | None = None,
-        after: Callable[..., Awaitable[None]] | None = None,
-    ) -> None:
-        self._store = store
-        self._method = method
-        self._before = before
-        self._after = after
-
-    def interrupt_next(self, before: Callable[..., Awaitable[None]]) -> None:
-        self._before = before
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-        if name != self._method:
-            return method
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._before = self._before, None
-            if before is not None:
-                await before(*args)
-            answer = await method(*args, **kwargs)
-            after, self._after = self._after, None
-            if after is not None:
-                await after()
-            return answer
-
-        return call
-
-
-async def coordinator_on(rig: Rig, store: InterruptedStore, **settings: Any) -> Coordinator:
-    whole, rig.store = rig.store, store  # type: ignore[assignment]
-    try:
-        return await rig.coordinator(**settings)
-    finally:
-        rig.store = whole
-
-
-async def reason_of(coordinator: Coordinator, asked: pb.GenerateRequest) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await coordinator.generate(asked)
-    return from_rpc_error(caught.value).reason
-
-
-async def keys_of(rig: Rig) -> list[bytes]:
-    """But for what tells that a session was deleted."""
-    keys: list[bytes] = await rig.store._connection.run_command("KEYS", "specdec:default:*")
-    return [key for key in keys if not key.endswith(b":deleted")]
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.interrupted_store import InterruptedStore, coordinator_on, keys_of, reason_of
 
 
 async def test_a_coordinator_that_comes_too_late_leaves_the_session_another_has_made_meanwhile() -> None:
@@ -181,51 +117,3 @@ async def test_a_session_deleted_while_its_request_ends_still_ends_for_its_reade
         assert output.finished is not None
         await eventually(lambda: coordinator.generations.num_running == 0)
         assert await keys_of(rig) == []
-
-
-@pytest.mark.parametrize("num_shown", [0, 10])
-@pytest.mark.parametrize("is_remade", [False, True], ids=["deleted", "remade"])
-async def test_a_session_deleted_at_another_coordinator_ends_for_its_reader_and_does_not_come_back(
-    num_shown: int, is_remade: bool
-) -> None:
-    async with asyncio.timeout(60), Rig() as rig:
-        held_up, deleted = asyncio.Event(), asyncio.Event()
-
-        async def wait(commits: Sequence[tuple[Lease, Commit]]) -> None:
-            if commits[0][1].base_len < len(PROMPT) + num_shown:
-                store.interrupt_next(wait)
-            else:
-                held_up.set()
-                await deleted.wait()
-
-        store = InterruptedStore(rig.store, "commit_all", before=wait)
-        first, second = await coordinator_on(rig, store), await rig.coordinator()
-        async with AsyncClient(first.server.address) as client:
-            options = {"session_id": "s", "max_new_tokens": 100, "temperature": 0.0}
-            stream = client.generate(prompt_token_ids=PROMPT, stream=True, **options)
-            reading = asyncio.create_task(stream.result())
-            await held_up.wait()
-            await second.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"))
-            if is_remade:
-                anew = await second.generate(request([7, 8], session_id="s", max_new_tokens=20))
-                assert anew.token_ids == rig.target.worker.greedy_continuation([7, 8], 20)
-            deleted.set()
-            with pytest.raises(NotFound, match=re.escape("session 's' was deleted")):
-                await reading
-        await eventually(lambda: first.generations.num_running == 0)
-        assert len(await rig.store.read_tokens("s")) == (22 if is_remade else 0)
-        assert bool(await keys_of(rig)) == is_remade
-
-
-async def test_a_session_deleted_at_another_coordinator_as_it_is_made_does_not_come_back() -> None:
-    async with Rig() as rig:
-
-        async def delete(*_: object) -> None:
-            await rig.store.delete("s")
-
-        taken = InterruptedStore(rig.store, "acquire", after=delete)
-        begun = InterruptedStore(rig.store, "begin_request", before=delete)
-        for store in (taken, begun):
-            coordinator = await coordinator_on(rig, store)
-            assert await reason_of(coordinator, request(session_id="s")) == "SESSION_NOT_FOUND"
-            assert await keys_of(rig) == []

@@ -1,0 +1,227 @@
+"""Sessions deleted, and perhaps begun anew, through one coordinator while another one has a request on them.
+
+Whoever reads that request is told, whatever it fails with or waits for; nothing of it comes back, nor is another
+request's text taken for its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from specdec.client import AsyncClient, Client
+from specdec.errors import NotFound, ResourceExhausted, SpecdecError
+from specdec.state.store import Commit, Lease
+from specdec.v1 import coordinator_pb2 as pb
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, read_until, request
+from tests.support.interrupted_store import InterruptedStore, coordinator_on, keys_of, reason_of
+from tests.support.store_sessions import lose_tokens
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def hold_verify(coordinator: Coordinator, error: SpecdecError | None = None) -> tuple[asyncio.Event, asyncio.Event]:
+    """Holds up a coordinator's next call of its target, and fails it then if there is an `error`.
+
+    Returns:
+        Set when the call is held up; and what lets it go.
+    """
+    held_up, go = asyncio.Event(), asyncio.Event()
+    (target,) = coordinator.pools.targets()
+    verify = target.link.verify
+
+    async def held(*args: object, **options: object) -> object:
+        if not go.is_set():
+            held_up.set()
+            await go.wait()
+            if error is not None:
+                raise error
+        return await verify(*args, **options)
+
+    target.link.verify = held
+    return held_up, go
+
+
+@pytest.mark.parametrize("error", [None, ResourceExhausted("no KV blocks left")], ids=["stale", "no-room"])
+@pytest.mark.parametrize("is_remade", [False, True], ids=["deleted", "remade"])
+async def test_whatever_a_round_fails_with_its_reader_is_told_of_the_deletion(
+    error: SpecdecError | None, is_remade: bool
+) -> None:
+    """Else the client would begin anew, and bring the session back or end up in another one's conversation."""
+    async with asyncio.timeout(60), Rig(drafts=0) as rig:
+        first, second = await rig.coordinator(), await rig.coordinator()
+        held_up, go = hold_verify(first, error)
+        async with AsyncClient(first.server.address) as client:
+            options = {"session_id": "s", "max_new_tokens": 20, **GREEDY}
+            reading = asyncio.create_task(client.generate(prompt_token_ids=PROMPT, stream=True, **options).result())
+            await held_up.wait()
+            await second.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"))
+            if is_remade:
+                await second.generate(request([7, 8], session_id="s", max_new_tokens=20))
+            go.set()
+            with pytest.raises(NotFound, match=re.escape("session 's' was deleted")):
+                await reading
+        await eventually(lambda: first.generations.num_running == 0)
+        assert len(await rig.store.read_tokens("s")) == (22 if is_remade else 0)
+        # Nor does KV of it stay, which the held round made after the deletion.
+        assert rig.target.engine.info().num_sessions == is_remade
+
+
+@pytest.mark.parametrize("request_id", ["r1", ""], ids=["by-its-id", "the-last"])
+@pytest.mark.parametrize("has_finished", [False, True], ids=["left", "finished"])
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["next-turn", "remade"])
+async def test_who_resumes_a_request_is_not_given_the_text_of_one_that_took_its_place_meanwhile(
+    request_id: str, has_finished: bool, is_deleted: bool
+) -> None:
+    async with asyncio.timeout(60), Rig(drafts=0) as rig:
+        first = await rig.coordinator()
+        asked = request(session_id="s", request_id="r1", max_new_tokens=12 if has_finished else 200)
+        if has_finished:
+            await first.generate(asked)
+        else:
+            stream = first.stub.Generate(asked)
+            await read_until(stream, 5)
+            stream.cancel()
+        await eventually(lambda: first.generations.num_running == 0)
+
+        async def go_on(*_: object) -> None:
+            if is_deleted:
+                await rig.store.delete("s")
+            await first.generate(request([7, 8], session_id="s", request_id="r2", max_new_tokens=30))
+
+        # Between two looks at the store: that which finds the request, and that which reads its tokens.
+        store = InterruptedStore(rig.store, "read_tokens" if has_finished else "acquire", before=go_on)
+        second = await coordinator_on(rig, store)
+        resumed = request(None, session_id="s", request_id=request_id, resume_from=5)
+        assert await reason_of(second, resumed) == "SESSION_LOST"
+
+
+async def test_a_session_remade_between_lease_and_look_is_told_as_deleted() -> None:
+    async with asyncio.timeout(60), Rig(drafts=0) as rig:
+        other = await rig.coordinator()
+
+        async def remake(*_: object) -> None:
+            await rig.store.delete("s")
+            await other.generate(request([7, 8], session_id="s", max_new_tokens=6))
+
+        late = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", after=remake))
+        assert await reason_of(late, request(session_id="s")) == "SESSION_NOT_FOUND"
+        assert len(await rig.store.read_tokens("s")) == 8
+
+
+async def test_a_drain_that_overtakes_an_admission_tells_of_the_deletion_too() -> None:
+    async with Rig(drafts=0) as rig:
+
+        async def drain_and_delete(*_: object) -> None:
+            await coordinator.generations.drain(0.0)
+            await rig.store.delete("s")
+
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "begin_request", after=drain_and_delete))
+        assert await reason_of(coordinator, request(session_id="s")) == "SESSION_NOT_FOUND"
+
+
+async def test_a_session_that_is_deleted_before_the_repair_of_its_log_does_not_come_back() -> None:
+    async with asyncio.timeout(60), Rig(drafts=0) as rig:
+
+        async def lose(commits: Sequence[tuple[Lease, Commit]]) -> None:
+            await lose_tokens(rig.store._connection, "s", keep=2)
+            first_store.interrupt_next("load", delete)
+
+        async def delete(*_: object) -> None:
+            await rig.store.delete("s")
+
+        first_store = InterruptedStore(rig.store, "commit_all", before=lose)
+        coordinator = await coordinator_on(rig, first_store)
+        assert await reason_of(coordinator, request(session_id="s", max_new_tokens=20)) == "SESSION_NOT_FOUND"
+        assert await keys_of(rig) == []
+
+
+async def test_a_session_that_was_only_being_made_by_another_is_made() -> None:
+    async with Rig(drafts=0) as rig:
+        other = await rig.store.acquire("s", owner="other", ttl_s=30.0, create=True)
+
+        async def give_up(*_: object) -> None:
+            await rig.store.discard(other)
+
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=give_up))
+        await coordinator.generate(request(session_id="s", max_new_tokens=6))
+        assert len(await rig.store.read_tokens("s")) == len(PROMPT) + 6
+
+
+async def test_a_client_that_deletes_a_session_expects_nothing_of_the_one_it_begins_anew() -> None:
+    async with Rig(drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        options = {"max_new_tokens": 20, "stream": True, **GREEDY}
+        async with AsyncClient(coordinator.server.address) as client:
+            stream = client.generate(prompt_token_ids=PROMPT, session_id="a", **options)
+            await anext(stream)
+            await eventually(lambda: coordinator.generations.num_running == 0)
+            await client.delete_session("a")
+            assert (await stream.result()).usage.num_output_tokens == 20  # which is read after the deletion
+            anew = await client.generate(prompt_token_ids=[7, 8], session_id="a", max_new_tokens=5)
+            assert anew.usage.num_prompt_tokens == 2
+
+        def talk() -> None:
+            with Client(coordinator.server.address) as client:
+                stream = client.generate(prompt_token_ids=PROMPT, session_id="b", **options)
+                next(stream)
+                while coordinator.generations.num_running:
+                    time.sleep(0.01)
+                client.delete_session("b")
+                assert stream.result().usage.num_output_tokens == 20
+                anew = client.generate(prompt_token_ids=[7, 8], session_id="b", max_new_tokens=5)
+                assert anew.usage.num_prompt_tokens == 2
+
+        await asyncio.to_thread(talk)
+
+
+@pytest.mark.parametrize("num_shown", [0, 10])
+@pytest.mark.parametrize("is_remade", [False, True], ids=["deleted", "remade"])
+async def test_a_session_deleted_at_another_coordinator_ends_for_its_reader_and_does_not_come_back(
+    num_shown: int, is_remade: bool
+) -> None:
+    async with asyncio.timeout(60), Rig() as rig:
+        held_up, deleted = asyncio.Event(), asyncio.Event()
+
+        async def wait(commits: Sequence[tuple[Lease, Commit]]) -> None:
+            if commits[0][1].base_len < len(PROMPT) + num_shown:
+                store.interrupt_next("commit_all", wait)
+            else:
+                held_up.set()
+                await deleted.wait()
+
+        store = InterruptedStore(rig.store, "commit_all", before=wait)
+        first, second = await coordinator_on(rig, store), await rig.coordinator()
+        async with AsyncClient(first.server.address) as client:
+            options = {"session_id": "s", "max_new_tokens": 100, "temperature": 0.0}
+            stream = client.generate(prompt_token_ids=PROMPT, stream=True, **options)
+            reading = asyncio.create_task(stream.result())
+            await held_up.wait()
+            await second.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"))
+            if is_remade:
+                anew = await second.generate(request([7, 8], session_id="s", max_new_tokens=20))
+                assert anew.token_ids == rig.target.worker.greedy_continuation([7, 8], 20)
+            deleted.set()
+            with pytest.raises(NotFound, match=re.escape("session 's' was deleted")):
+                await reading
+        await eventually(lambda: first.generations.num_running == 0)
+        assert len(await rig.store.read_tokens("s")) == (22 if is_remade else 0)
+        assert bool(await keys_of(rig)) == is_remade
+
+
+async def test_a_session_deleted_at_another_coordinator_as_it_is_made_does_not_come_back() -> None:
+    async with Rig() as rig:
+
+        async def delete(*_: object) -> None:
+            await rig.store.delete("s")
+
+        taken = InterruptedStore(rig.store, "acquire", after=delete)
+        begun = InterruptedStore(rig.store, "begin_request", before=delete)
+        for store in (taken, begun):
+            coordinator = await coordinator_on(rig, store)
+            assert await reason_of(coordinator, request(session_id="s")) == "SESSION_NOT_FOUND"
+            assert await keys_of(rig) == []
