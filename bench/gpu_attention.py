@@ -29,7 +29,9 @@ from specdec.types import BLOCK_TOKENS
 #: (sequences, tokens of each one's context)
 SIZES = ((1, 512), (1, 2100), (1, 8000), (16, 512), (16, 8000), (64, 512))
 # Launched together, as a step's layers are: one alone would be bound by its launch.
-_LAYERS = 16
+_MIN_LAYERS = 16
+# And so many that the keys and values of none are left in a cache until its next turn.
+_MIN_BYTES = 300_000_000
 _NUM_RUNS = 30
 
 
@@ -84,10 +86,15 @@ def _layer_s(
     kind = AttentionKind(None, num_heads // num_kv_heads, None)
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
     place = torch.device(device)
-    cache = KvCache([LayerShape(num_kv_heads, dim, dim)], num_blocks=num_sequences * num_blocks + 1,
-                    dtype=torch.bfloat16, device=place)  # fmt: skip
-    cache.layers[0].blocks.normal_()
-    attention: StaticAttention = attention_class(cache, [kind])
+    layer = LayerShape(num_kv_heads, dim, dim)
+    num_bytes = num_sequences * num_tokens * layer.row_width * torch.bfloat16.itemsize
+    num_layers = 1 if place.type == "cpu" else max(_MIN_LAYERS, -(-_MIN_BYTES // num_bytes))
+    cache = KvCache([layer] * num_layers, num_blocks=num_sequences * num_blocks + 1, dtype=torch.bfloat16, device=place)
+    # Of its own: the device's may be left unusable by a recording that failed.
+    generator = torch.Generator(place).manual_seed(0)
+    for kept in cache.layers:
+        kept.blocks.normal_(generator=generator)
+    attention: StaticAttention = attention_class(cache, [kind] * num_layers)
     ids = torch.randperm(num_sequences * num_blocks).view(num_sequences, num_blocks).tolist()
     slices = [SequenceSlice((0,), num_tokens - 1, tuple(table), 1) for table in ids]
     bucket = Buckets((1,), attention.context_steps, max(num_tokens, 8192)).smallest_for(slices)
@@ -102,8 +109,8 @@ def _layer_s(
         _, context = attention.lay_out(inputs)
 
         def step() -> None:
-            for _ in range(_LAYERS):
-                context.attend_rows(0, query, kv_rows, dim**-0.5, None)
+            for index in range(num_layers):
+                context.attend_rows(index, query, kv_rows, dim**-0.5, None)
 
         run = CudaCapture(place)(step) if place.type == "cuda" else step
         seconds = []
@@ -113,5 +120,4 @@ def _layer_s(
             if place.type == "cuda":
                 torch.cuda.synchronize(place)
             seconds.append(time.perf_counter() - began)
-    num_bytes = num_sequences * num_tokens * cache.layers[0].shape.row_width * torch.bfloat16.itemsize
-    return statistics.median(seconds[-_NUM_RUNS:]) / _LAYERS, num_bytes
+    return statistics.median(seconds[-_NUM_RUNS:]) / num_layers, num_bytes

@@ -7,6 +7,7 @@ bandwidth measured in the same run (bytes read plus bytes written). Not here: th
 `gpu` suite.
 """
 
+import gc
 import os
 import statistics
 import sys
@@ -89,7 +90,11 @@ def _loaded_step_s(
         is_deterministic=is_deterministic,
     )  # fmt: skip
     worker = load_worker(str(model.directory), device=device, dtype=dtype, num_kv_blocks=256, compiling=compiling)
-    return _step_s(worker, device, num_steps)
+    try:
+        return _step_s(worker, device, num_steps)
+    finally:
+        del worker
+        gc.collect()  # its parts know each other, and the next model needs the memory
 
 
 def _step_s(worker: Worker, device: str, num_steps: int) -> float:

@@ -22,10 +22,10 @@ def versions() -> dict[str, object]:
             installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed[name] = None
-    for program in ("gcc", "nvcc"):
+    for program, line in (("gcc", 0), ("nvcc", -1)):
         found = shutil.which(program)
         said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
-        installed[program] = said.strip().splitlines()[-1] if said.strip() else None
+        installed[program] = said.strip().splitlines()[line] if said.strip() else None
     if torch.cuda.is_available():
         installed["cuda"], installed["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
         installed["device"] = torch.cuda.get_device_name()

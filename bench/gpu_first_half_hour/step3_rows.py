@@ -16,6 +16,9 @@ from specdec.engine.model.int8_weight import Int8Weight, quantise
 
 # One row of an 8B model's layer, and what it is beside: a verification, streams.
 COUNTS = (1, 2, 5, 8, 16, 64, 512)
+NUM_RUNS = 36
+#: Of all weights of a shape together, at the least: more than any cache holds.
+MIN_BYTES = 300_000_000
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
@@ -41,20 +44,21 @@ def compare(device: str, make: Callable[[torch.Tensor], Product], *, reduced: bo
     for name, (rows, columns) in SHAPES.items():
         if device == "cpu":
             rows, columns = rows // 16, columns // 16
-        weight = torch.randn(rows, columns, device=device).to(torch.bfloat16)
+        # So many weights by turns that none is left in a cache until its next turn.
+        num_weights = 1 if device == "cpu" else -(-MIN_BYTES // (rows * columns))
+        products_of = [make(torch.randn(rows, columns, device=device).to(torch.bfloat16)) for _ in range(num_weights)]
         inputs = torch.randn(max(COUNTS), columns, device=device).to(torch.bfloat16)
-        product_of = make(weight)
-        alone = product_of(inputs[:1])
+        alone = products_of[0](inputs[:1])
         for count in COUNTS:
-            product = product_of(inputs[:count])
+            product = products_of[0](inputs[:count])
             if device == "cuda":
                 torch.cuda.synchronize()
             began = time.perf_counter()
-            for _ in range(20):
-                product = product_of(inputs[:count])
+            for index in range(NUM_RUNS):
+                products_of[index % num_weights](inputs[:count])
             if device == "cuda":
                 torch.cuda.synchronize()
-            each_us = (time.perf_counter() - began) / 20 * 1e6
+            each_us = (time.perf_counter() - began) / NUM_RUNS * 1e6
             found[f"{name}, {count} rows"] = {"same_bits": torch.equal(product[:1], alone), "us": round(each_us, 1)}
     return found
 

@@ -81,18 +81,17 @@ def test_a_step_of_a_run_with_a_history_waits_for_nothing_and_makes_what_the_cpu
     )  # fmt: skip
     known = [FilterContext(filters, [3, 9, 9, row], 1) for row in range(NUM_ROWS)]
     drawn = torch.tensor([9, 10, 11, 9, 9])
-    histories = {device: RunningHistory(known, NUM_TOKENS, torch.device(device)) for device in ("cuda", "cpu")}
     on_device = drawn.cuda()
 
-    def step() -> torch.Tensor:
-        histories["cuda"].add(on_device)
-        return histories["cuda"].processed_logits(logits)
+    def run(device: str, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        history = RunningHistory(known, NUM_TOKENS, torch.device(device))
+        for _ in range(2):
+            history.processed_logits(values)
+            history.add(token_ids)
+        return history.processed_logits(values)
 
-    assert num_waits(step) == 0
-    for _ in range(2):
-        histories["cpu"].add(drawn)
-    actual = histories["cuda"].processed_logits(logits).cpu()
-    assert torch.equal(actual, histories["cpu"].processed_logits(logits.cpu()))
+    assert num_waits(lambda: run("cuda", on_device, logits)) == 0
+    assert torch.equal(run("cuda", on_device, logits).cpu(), run("cpu", drawn, logits.cpu()))
 
 
 @pytest.mark.parametrize("filters", LAWS)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -67,8 +69,19 @@ def compiled(
         "uses_tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
         "products": sorted(set(re.findall(r"wgmma\.mma\S+|mma\.sync\S+", ptx))),
         "copies_ahead": "cp.async" in ptx,
-        "spills": ".local" in ptx,
+        "stack_bytes": _stack_bytes(result.asm["cubin"]),
     }
+
+
+def _stack_bytes(machine_code: bytes) -> int:
+    """What a thread spills out of its registers: decided after PTX, in which it cannot be seen."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (num_bytes,) = re.findall(r"STACK:(\d+)", said)
+    return int(num_bytes)
 
 
 def attention() -> dict[str, Any]:

@@ -40,12 +40,19 @@ class CudaCapture:
             # Another worker's recording, collected meanwhile, would end this one: `CUDAGraph::reset` has no guard.
             collects = gc.isenabled()
             gc.disable()
+            failure: Exception | None = None
             try:
                 # Other threads may go on using the device.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    step()
+                    try:
+                        step()
+                    except Exception as error:
+                        failure = error
+                        raise
             except BaseException:
                 self._end_recording()
+                if failure is not None:
+                    raise failure from None  # ending a recording that has failed fails as well, and says less
                 raise
             finally:
                 if collects:

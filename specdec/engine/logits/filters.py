@@ -196,7 +196,8 @@ def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more:
     if masked:
         where = row_and_column(scores, masked)
         before = scores[where]
-        scores[where] = -torch.inf
+        # Assigned as a number of the host, it would be copied to the device, and waited for.
+        scores.index_put_(where, scores.new_full((), -torch.inf))
         # A mask that would leave no token at all is not applied.
         is_empty = scores.amax(dim=-1) == -torch.inf  # [R]
         scores[where] = torch.where(is_empty[where[0]], before, scores[where])

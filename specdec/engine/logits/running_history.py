@@ -34,7 +34,8 @@ class RunningHistory:
         self._seen: torch.Tensor | None = None  # bool [R, V]
         if any(f.repetition_penalty != 1.0 for f in filters):
             self._seen = torch.zeros(len(contexts), num_tokens, dtype=torch.bool, device=device)
-            self._seen[row_and_column(self._seen, [(row, c.history) for row, c in enumerate(contexts)])] = True
+            where = row_and_column(self._seen, [(row, context.history) for row, context in enumerate(contexts)])
+            self._seen.index_put_(where, self._seen.new_ones(()))  # a number of the host would be waited for
             self._repetition = _column([f.repetition_penalty for f in filters], device)
         self._counts: torch.Tensor | None = None  # float64 [R, V]: how often each token was put out
         if any(f.presence_penalty != 0.0 or f.frequency_penalty != 0.0 for f in filters):

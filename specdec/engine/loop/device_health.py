@@ -97,5 +97,5 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _is_of_accelerator(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) or (
-        isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+        isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "Triton Error [CUDA]"))
     )

@@ -45,6 +45,8 @@ class BlockCopies:
         copied = torch.tensor(rows).to(self._device)  # torch takes over no memory that it may not write to
         for pool, columns in self._columns():
             pool.index_copy_(0, index, copied[:, columns])
+        # Reading goes on beside the steps, in a stream that knows nothing of this one.
+        torch.cuda.current_stream(self._device).synchronize()
 
     def _read_beside(self, stream: torch.cuda.Stream, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         with torch.inference_mode(), torch.cuda.stream(stream):

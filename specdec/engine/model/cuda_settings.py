@@ -13,6 +13,8 @@ def settle_cuda() -> None:
     # Sums of parts of a product that are rounded to 16 bits depend on how the product was cut, so on the batch.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # An environment may ask for it; some releases of transformers multiply positions that way, of which 11 bits stay.
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def release_freed(device: torch.device) -> None:

@@ -181,4 +181,6 @@ def test_the_images_of_replicas_compile_their_kernels_from_the_files_that_are_th
     subprocess.run(command_line, cwd=tmp_path, env=environ, check=True, capture_output=True)
     assert list((tmp_path / directory).glob("*.so"))
     _, _, shipped = after.partition("\nFROM ")
-    assert "g++" not in re.sub(r"^#.*$", "", shipped, flags=re.MULTILINE)
+    # Compilers are for Triton's launchers, where torch carries CUDA.
+    commands = [line for line in shipped.splitlines() if "g++" in line and not line.startswith("#")]
+    assert [line.count("torch.version.cuda") for line in commands] == [1]

@@ -128,4 +128,4 @@ def test_the_kernel_compiles_for_a_hopper_card(tmp_path: Path) -> None:
         assert kernel["shared_bytes"] <= 100_000  # two programs and more to a processor
         assert kernel["products"] == ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]
         assert kernel["copies_ahead"]
-        assert not kernel["spills"]
+        assert kernel["stack_bytes"] == 0
