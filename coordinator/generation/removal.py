@@ -6,10 +6,12 @@ made and left without a token (`beginnings`, `generation`).
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from coordinator.generation.tails import Tails
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
-from specdec.errors import NotFound
+from specdec.errors import NotFound, Unavailable
 from specdec.state.store import Lease, SessionStore
 
 
@@ -51,8 +53,9 @@ class SessionRemoval:
             await (self._store.discard(lease) if is_useless else self._store.renew(lease))
         except NotFound:
             self._forget(lease.session_id)
-            if await self._store.load(lease.session_id) is None:
-                await self._pools.release(lease.session_id, tenant=self._tenant)
+            with suppress(Unavailable):
+                if await self._store.load(lease.session_id) is None:
+                    await self._pools.release(lease.session_id, tenant=self._tenant)
             raise
         if is_useless:
             self._forget(lease.session_id)

@@ -66,4 +66,5 @@ def test_coordinators_of_a_tenant_tell_each_other_through_redis_who_holds_a_pref
             keys = client.keys("specdec:*")
     # Load alone would have all three targets read the prefix: 992 of its tokens are whole blocks.
     assert [run.num_cached_prompt_tokens for run in runs] == [0, *[992] * 7]
-    assert {key.partition(b"{")[0] for key in keys} == {b"specdec:acme:prefix:"}
+    left = {key.partition(b"{")[0] for key in keys if not key.endswith(b":deleted")}  # by their clients
+    assert left == {b"specdec:acme:prefix:"}

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from specdec.engine.captured.draft_kernels import advance
 from specdec.engine.captured.fused_kernels import add_and_normalise, gate, rotate_and_store
+from specdec.engine.captured.paged_attention import num_warps
 from specdec.engine.captured.paged_kernels import attend_parts, merge_parts
 from specdec.engine.captured.row_kernels import multiply_rows
 from specdec.engine.captured.row_products import tiling
@@ -36,6 +37,8 @@ LLAMA: dict[str, Any] = {
     "UNIT_TILES": 2, "NUM_SPLITS": 16, "MOST_SEQUENCES": 256, "WIDENS_OPERANDS": False,
 }  # fmt: skip
 GEMMA = LLAMA | {"WINDOW": 512, "IS_CAPPED": True, "KEY_DIM": 80, "VALUE_DIM": 80, "TILE_ROWS": 16, "TILE_QUERIES": 4}
+#: Heads of a Gemma 3.
+WIDE = GEMMA | {"KEY_DIM": 256, "VALUE_DIM": 256, "KEY_PAD": 256, "VALUE_PAD": 256, "TILE_ROWS": 32, "TILE_QUERIES": 8}
 MERGING = {"WINDOW": 0, "NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_PAD": 128, "UNIT_KEYS": 128, "NUM_SPLITS": 16,
            "MOST_SEQUENCES": 256, "TILE_OUTPUTS": 1}  # fmt: skip
 BF16 = dict.fromkeys(("residual", "delta", "gains", "output", "qkv", "cos", "sin", "kv_rows", "gate_up"), "*bf16")
@@ -89,6 +92,7 @@ def attention() -> dict[str, Any]:
     return {
         "llama": compiled(attend_parts, types, LLAMA),
         "gemma": compiled(attend_parts, types, GEMMA),
+        "wide": compiled(attend_parts, types, WIDE, num_warps(WIDE["KEY_PAD"], WIDE["VALUE_PAD"])),
         "merging": compiled(merge_parts, NUMBERS | PARTS | {"output": "*bf16", **COUNTS}, MERGING),
     }
 

@@ -100,10 +100,11 @@ def paged_attention(
     if query.stride()[1:] != (shape.key_dim, 1):
         query = query.contiguous()
     tile_rows = _tile_rows(next_power_of_2, group, query.dtype)
+    key_pad, value_pad = (max(16, next_power_of_2(dim)) for dim in (shape.key_dim, shape.value_dim))
     both = {
         "WINDOW": kind.window or 0,
         "VALUE_DIM": shape.value_dim,
-        "VALUE_PAD": max(16, next_power_of_2(shape.value_dim)),
+        "VALUE_PAD": value_pad,
         "NUM_SPLITS": splitting.num_splits,
         "MOST_SEQUENCES": max(_FEWEST_SEQUENCES, next_power_of_2(num_sequences)),
     }
@@ -118,11 +119,12 @@ def paged_attention(
             num_sequences, query.stride(0),
             scale * per_e if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * per_e,
             IS_CAPPED=softcap is not None, NUM_KV_HEADS=shape.num_kv_heads, QUERIES_PER_KV_HEAD=group,
-            KEY_DIM=shape.key_dim, KEY_PAD=max(16, next_power_of_2(shape.key_dim)), PAGE_TOKENS=BLOCK_TOKENS,
+            KEY_DIM=shape.key_dim, KEY_PAD=key_pad, PAGE_TOKENS=BLOCK_TOKENS,
             TILE_ROWS=tile_rows, TILE_QUERIES=tile_rows // group,
             TILE_KEYS=splitting.tile_keys, UNIT_TILES=splitting.unit_tiles,
             WIDENS_OPERANDS=isinstance(attend_parts, InterpretedFunction),
-            num_warps=4, num_stages=3,  # so block ids come before their keys, and keys before their products
+            num_warps=num_warps(key_pad, value_pad),
+            num_stages=3,  # so block ids come before their keys, and keys before their products
             **both,
         )  # fmt: skip
         merge_parts[(-(-num_rows * num_heads // splitting.tile_outputs),)](
@@ -131,6 +133,11 @@ def paged_attention(
             TILE_OUTPUTS=splitting.tile_outputs, **both,
         )  # fmt: skip
     return output
+
+
+def num_warps(key_pad: int, value_pad: int) -> int:
+    """Of a program. Heads of 256 numbers do not fit into the registers of four warps."""
+    return 4 if max(key_pad, value_pad) <= 128 else 8
 
 
 def _tile_rows(next_power_of_2: Callable[[int], int], group: int, dtype: torch.dtype) -> int:

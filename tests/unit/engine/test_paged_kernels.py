@@ -135,6 +135,6 @@ def test_kernels_compile_for_a_hopper_card(tmp_path: Path) -> None:
         assert kernel["machine_code_bytes"] > 0
         assert kernel["shared_bytes"] <= 100_000  # two programs and more to a processor
         assert kernel["stack_bytes"] == 0
-    for name in ("llama", "gemma"):
+    for name in ("llama", "gemma", "wide"):
         assert kernels[name]["uses_tensor_cores"]
         assert kernels[name]["copies_ahead"]
