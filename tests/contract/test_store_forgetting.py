@@ -44,6 +44,15 @@ async def test_whoever_writes_a_session_that_is_deleted_is_told_so_whatever_beco
     assert await held_tokens(store, session_id) == []
 
 
+async def test_whoever_writes_a_session_that_the_store_lost_before_it_was_deleted_is_told_too(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
+) -> None:
+    await forget_session(raw, session_id)
+    await store.delete(session_id)
+    with pytest.raises(NotFound):
+        await store.renew(lease)
+
+
 async def test_who_took_a_session_after_its_deletion_and_loses_it_is_not_told_that_it_was_deleted(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
