@@ -144,9 +144,7 @@ class Beginnings:
                 prefix_tokens=await self._prefixes.answer(looking_up),
             )
         except BaseException as error:
-            deletion = await asyncio.shield(self._give_up(lease, is_new=is_new))
-            if deletion is not None and isinstance(error, SpecdecError):
-                raise deletion from error
+            await self._give_up_after(error, lease, is_new=is_new)
             raise
 
     async def of_unfinished_turn(
@@ -183,9 +181,7 @@ class Beginnings:
             looking_up = self._prefixes.look_up(len(tokens), tokens.prefix_hash)
             prefix_tokens = await self._prefixes.answer(looking_up)
         except BaseException as error:
-            deletion = await asyncio.shield(self._give_up(lease, is_new=False))
-            if deletion is not None and isinstance(error, SpecdecError):
-                raise deletion from error
+            await self._give_up_after(error, lease, is_new=False)
             raise
         return Beginning(
             identity=logged.identity,
@@ -245,6 +241,12 @@ class Beginnings:
                 sampling, replace(request.speculation, draft_pool=draft_pool), *target_after(last, self._pools)
             ),
         )
+
+    async def _give_up_after(self, error: BaseException, lease: Lease, *, is_new: bool) -> None:
+        """Undoes what `error` ended. Raises NotFound where that is what the caller is to be told instead of it."""
+        deletion = await asyncio.shield(self._give_up(lease, is_new=is_new))
+        if deletion is not None and isinstance(error, SpecdecError):
+            raise deletion from error
 
     async def _give_up(self, lease: Lease, *, is_new: bool) -> NotFound | None:
         try:
