@@ -16,7 +16,7 @@ from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions, row_counts
+from specdec.engine.model.options import AUTO, CAPTURED, CompileOptions, row_counts
 from specdec.engine.parallel.lifeline import Lifeline
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 
@@ -29,7 +29,7 @@ _NUM_ROUNDS, _NUM_QUICK_ROUNDS = 15, 3
 def scaling_rows(
     directory: str, device: str, num_ranks: int, shape: str, row: Callable[..., Row], *, quick: bool
 ) -> list[Row]:
-    """One row: the time of a verification on so many ranks over that on one, which has captured steps where it can.
+    """One row: the time of a verification on so many ranks over that on one, captured on both.
 
     Args:
         directory: the model's.
@@ -40,8 +40,9 @@ def scaling_rows(
         quick: fewer repetitions.
     """
     num_rounds = _NUM_QUICK_ROUNDS if quick else _NUM_ROUNDS
-    model = RankModel(model=directory, device=device, dtype="auto", num_kv_blocks=64, self_check=False)
-    compiling = CompileOptions(row_counts=row_counts(_ROWS))
+    compiling = CompileOptions(AUTO if device == "cpu" else CAPTURED, row_counts(_ROWS))
+    model = RankModel(model=directory, device=device, dtype="auto", compiling=compiling, num_kv_blocks=64,
+                      self_check=False)  # fmt: skip
     alone = load_worker(directory, device=device, dtype="auto", num_kv_blocks=64, compiling=compiling, self_check=False)
     alone_ms = _step_times_ms(alone, f"gpu: 1 rank of {num_ranks}", num_rounds)
     del alone

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from specdec.engine.base import SequenceSlice, StepPlan
+from specdec.engine.model.options import CompileOptions
 from specdec.engine.parallel.follow import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from specdec.engine.parallel.lifeline import Lifeline
@@ -81,10 +83,9 @@ def rank_group(model: RankModel, num_ranks: int, *, num_rounds: int = 0, per_rou
             dist.destroy_process_group()
 
 
-def _be_another(
-    rank: int, num_ranks: int, port: int, num_rounds: int, per_round: int, model: dict[str, object]
-) -> None:
-    wanted = RankModel(**model)
+def _be_another(rank: int, num_ranks: int, port: int, num_rounds: int, per_round: int, model: dict[str, Any]) -> None:
+    compiling = CompileOptions(**model.pop("compiling"))
+    wanted = RankModel(**model, compiling=compiling)
     seat = Seat(rank, num_ranks, _HOST, port)
     ranks = RankGroup(seat, open_store(seat), rank_device(wanted.device, rank))
     for act in in_turns(num_rounds, per_round):

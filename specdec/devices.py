@@ -48,6 +48,11 @@ def require_gpu_each(name: str, num_ranks: int, *, flag: str) -> None:
         )
 
 
+def likely_device(name: str) -> str:
+    """What a `--device` comes to on this machine, as far as can be told: `cpu` where `auto` finds no GPU."""
+    return "cpu" if name == "auto" and num_gpus() == 0 else name
+
+
 def num_gpus() -> int | None:
     """GPUs that CUDA gives this process, `CUDA_VISIBLE_DEVICES` obeyed; None where only torch can tell."""
     if sys.platform != "linux" or os.path.exists("/dev/kfd"):  # torch calls AMD's cuda, too

@@ -16,28 +16,40 @@ from specdec.preflight import read_config
 #: What refusals begin with: the flag that somebody gave.
 FLAG = "--tensor-parallel"
 
-_BACKENDS = ("auto", "eager")
+_BACKENDS = ("auto", "eager", "captured")
 
 
 def require_supported(*, device: str, dtype: str, compile_backend: str, deterministic: bool) -> None:
     """Looks at settings that are fine for one process.
 
+    Args:
+        device: as given; what `auto` means there, the ranks find out.
+        dtype: as given.
+        compile_backend: as given.
+        deterministic: whether a row is to have the same bits in any company.
+
     Raises:
-        Unsupported: steps are to be compiled, weights rounded or rows kept apart in a way that ranks do not.
+        Unsupported: ranks do not run such steps, or not on that device.
         InvalidRequest: a GPU is named that all ranks would share.
     """
     if compile_backend not in _BACKENDS:
         raise Unsupported(
-            f"{FLAG} runs steps eagerly: --compile-backend {' or '.join(_BACKENDS)}, not {compile_backend}",
+            f"{FLAG} runs eager and captured steps: --compile-backend {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}, "
+            f"not {compile_backend}",
             field="compile_backend",
         )
-    if dtype == "int8":
-        raise Unsupported(f"{FLAG} does not divide int8 weights: take float32 or bfloat16", field="dtype")
-    if deterministic:
-        raise Unsupported(
-            f"{FLAG} does not go with --deterministic: ranks run eager steps, whose rows depend on each other",
-            field="deterministic",
-        )
+    if device == "cpu":
+        if compile_backend == "captured":
+            raise Unsupported(f"{FLAG} captures steps on GPUs, not on a CPU", field="compile_backend")
+        if dtype == "int8":
+            raise Unsupported(f"{FLAG} divides int8 weights among GPUs: on a CPU take float32 or bfloat16",
+                              field="dtype")  # fmt: skip
+        if deterministic:
+            raise Unsupported(f"{FLAG} keeps --deterministic in captured steps, on GPUs, not on a CPU",
+                              field="deterministic")  # fmt: skip
+    if deterministic and compile_backend == "eager":
+        raise Unsupported(f"--deterministic with {FLAG} needs captured steps, not --compile-backend eager",
+                          field="deterministic")  # fmt: skip
     if ":" in device:
         raise InvalidRequest(f"{FLAG} gives each rank a device of its own: --device cuda, not {device}", field="device")
 

@@ -25,7 +25,7 @@ from specdec.cli.services import Service, tell
 from specdec.cli.up_flags import Models, Usage, add_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
-from specdec.devices import require_device, require_gpu_each
+from specdec.devices import likely_device, require_device, require_gpu_each
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
 from specdec.preflight import require_kv_room, require_servable_pair
@@ -153,9 +153,10 @@ def _require_devices(args: argparse.Namespace, served: Models) -> None:
         if up_flags.num_ranks(args, role) > 1
     }
     if divided:
-        require_supported(device=args.device, dtype=args.dtype, compile_backend=args.compile_backend,
+        device = args.device if args.ray_address else likely_device(args.device)  # nodes have devices of their own
+        require_supported(device=device, dtype=args.dtype, compile_backend=args.compile_backend,
                           deterministic=args.deterministic)  # fmt: skip
-    # The nodes of a cluster have devices of their own, and what is simulated needs none.
+    # So they do here, and what is simulated needs none.
     if args.ray_address or all(model.startswith(SIMULATED_PREFIX) for model in models):
         return
     require_device(args.device)

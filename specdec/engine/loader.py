@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.engine.base import KvLayout, ModelShape, Worker
+from specdec.engine.captured.projection_choice import projection_kinds
 from specdec.engine.captured.row_products import RowProjection, require_kernel
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
@@ -56,19 +57,11 @@ from specdec.engine.model.options import (
     CAPTURED,
     EAGER,
     NATIVE,
-    ROWS,
     CompileOptions,
     GraphSource,
     require_backend,
 )
-from specdec.engine.model.projection import (
-    LogitsProjection,
-    Projection,
-    ProjectionKinds,
-    ProjectionMaker,
-    keeps_both_layouts,
-    relayout_linears,
-)
+from specdec.engine.model.projection import relayout_linears
 from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.model.thread_choice import settle_threads
@@ -262,25 +255,12 @@ def _forward_pass(
     model: PreTrainedModel, is_int8: bool, compiling: CompileOptions, *, taps: bool = False
 ) -> ForwardPass:
     """`taps`: the layers' outputs are wanted too."""
-    kinds = _projection_kinds(model, is_int8, compiling)
+    kinds = projection_kinds(model, is_int8, compiling)
     if LlamaStack.fits(model):
         return LlamaStack(model, kinds)
     if is_int8 or model.device.type == "cpu":
         relayout_linears(model, kinds)
     return TransformersForward(model, tuple(decoder_layers(model)) if taps else ())
-
-
-def _projection_kinds(model: PreTrainedModel, is_int8: bool, compiling: CompileOptions) -> ProjectionKinds:
-    by_rows = compiling.multiplies_rows(model.device, is_int8=is_int8)
-    plain = partial(Projection, both_layouts=keeps_both_layouts(model))
-    # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
-    head: ProjectionMaker = LogitsProjection if LogitsProjection.fits(model.get_output_embeddings().weight) else plain
-    if not by_rows:
-        return ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=head)
-    # Weights that are held in int8 know what multiplies with them: where all are, what is said here goes for none.
-    if not (compiling.is_deterministic or compiling.products == ROWS):
-        return ProjectionKinds(inner=plain, head=head)
-    return ProjectionKinds(inner=RowProjection, head=partial(RowProjection, output_dtype=torch.float32))
 
 
 def _load_model(

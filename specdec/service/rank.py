@@ -27,7 +27,7 @@ from specdec.config import ReplicaSettings, parse_settings
 from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
 from specdec.service.lifecycle import collector_at_rest, end_process, run_to_exit_code, spare_the_collector
-from specdec.service.replica_main import on_its_own_thread, open_kv_tier, serve_replica
+from specdec.service.replica_main import compile_options, on_its_own_thread, open_kv_tier, serve_replica
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def serve_rank(
         return run_to_exit_code(serve_replica(kind, settings, own.load_first, note_serving))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    return own.follow()
+    return own.follow(kind.num_decode_rows(settings))
 
 
 class _Rank:
@@ -104,7 +104,7 @@ class _Rank:
         self._rank, self._num_ranks, self._host, self._port = rank, num_ranks, host, port
         self._listener = listener
 
-    def load_first(self, _num_decode_rows: int) -> Worker:
+    def load_first(self, num_decode_rows: int) -> Worker:
         """Loads the first rank's part, together with the others; fails as soon as one of them does."""
         outcome: Future[Worker] = Future()
 
@@ -112,16 +112,16 @@ class _Rank:
             with contextlib.suppress(InvalidStateError):  # it has been loaded
                 outcome.set_exception(error)
 
-        return on_its_own_thread(partial(self._load, fail), outcome)
+        return on_its_own_thread(partial(self._load, fail, num_decode_rows), outcome)
 
-    def follow(self) -> int:
+    def follow(self, num_decode_rows: int) -> int:
         """Does what the first rank says; returns the exit code."""
         from specdec.engine.parallel.follow import follow
 
         lifeline = None
         try:
             seat, store, lifeline = self._connect(_leave)
-            ranks, worker = self._load_rank(seat, store, lifeline)
+            ranks, worker = self._load_rank(seat, store, lifeline, num_decode_rows)
             logging.getLogger("specdec.state").setLevel(logging.ERROR)  # the first rank warns for all
             tier = open_kv_tier(self._settings, worker.shape)
             spare_the_collector()
@@ -136,16 +136,18 @@ class _Rank:
         lifeline.close()
         return 0
 
-    def _load(self, note_lost: Callable[[SpecdecError], None]) -> Worker:
-        return self._load_rank(*self._connect(note_lost))[1]
+    def _load(self, note_lost: Callable[[SpecdecError], None], num_decode_rows: int) -> Worker:
+        return self._load_rank(*self._connect(note_lost), num_decode_rows)[1]
 
-    def _load_rank(self, seat: Seat, store: TCPStore, lifeline: Lifeline) -> tuple[RankGroup, Worker]:
+    def _load_rank(
+        self, seat: Seat, store: TCPStore, lifeline: Lifeline, num_decode_rows: int
+    ) -> tuple[RankGroup, Worker]:
         with collector_at_rest():
             from specdec.engine.parallel.group import RankGroup
             from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
         ranks = RankGroup(seat, store, rank_device(self._settings.device, int(os.environ["LOCAL_RANK"])))
-        return ranks, load_rank(_model_of(self._settings), ranks, lifeline)
+        return ranks, load_rank(_model_of(self._settings, num_decode_rows), ranks, lifeline)
 
     def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, Lifeline]:
         """Finds the other ranks. Raises Unavailable: they do not come."""
@@ -166,15 +168,14 @@ class _Rank:
         return seat, store, lifeline
 
 
-def _model_of(settings: ReplicaSettings) -> RankModel:
+def _model_of(settings: ReplicaSettings, num_decode_rows: int) -> RankModel:
     from specdec.engine.parallel.rank_loader import RankModel
 
     return RankModel(
         model=settings.model,
         device=settings.device,
         dtype=settings.dtype,
-        compile_backend=settings.compile_backend,
-        deterministic=settings.deterministic,
+        compiling=compile_options(settings, num_decode_rows),
         kv_cache_bytes=settings.kv_cache_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_context_tokens=settings.max_context_tokens,

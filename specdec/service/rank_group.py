@@ -23,7 +23,7 @@ from pathlib import Path
 import specdec
 from specdec.checkpoint import locate_checkpoint
 from specdec.config import ReplicaSettings
-from specdec.devices import require_device, require_gpu_each
+from specdec.devices import likely_device, require_device, require_gpu_each
 from specdec.engines import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.preflight import require_servable
@@ -170,8 +170,8 @@ def _require_divided(settings: ReplicaSettings) -> None:
     """What small files tell, before anything is started."""
     if settings.model.startswith(SIMULATED_PREFIX):
         raise InvalidRequest("--tensor-parallel: simulated replicas have nothing to divide", field="tensor_parallel")
-    require_supported(device=settings.device, dtype=settings.dtype, compile_backend=settings.compile_backend,
-                      deterministic=settings.deterministic)  # fmt: skip
+    require_supported(device=likely_device(settings.device), dtype=settings.dtype,
+                      compile_backend=settings.compile_backend, deterministic=settings.deterministic)  # fmt: skip
     require_device(settings.device)
     require_gpu_each(settings.device, settings.tensor_parallel, flag=FLAG)
     require_servable(settings.model, flag="--model")

@@ -49,6 +49,7 @@ from specdec.state.registry import Heartbeat
 if TYPE_CHECKING:  # torch takes seconds to import
     from specdec.engine.base import ModelShape, Worker
     from specdec.engine.loop.replica import ReplicaOptions
+    from specdec.engine.model.options import CompileOptions
     from specdec.state.kv_tier import KvTier
 
 SettingsT = TypeVar("SettingsT", bound=ReplicaSettings)
@@ -229,10 +230,22 @@ def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Wo
     return outcome.result()
 
 
+def compile_options(settings: ReplicaSettings, num_decode_rows: int) -> CompileOptions:
+    """What a replica compiles, or a rank of it; `num_decode_rows`: as `ReplicaKind` has it. Imports torch."""
+    from specdec.engine.model.options import CompileOptions, row_counts
+
+    return CompileOptions(
+        settings.compile_backend,
+        row_counts(num_decode_rows),
+        cache_directory(os.environ) / "compiled",
+        is_deterministic=settings.deterministic,
+    )
+
+
 def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, ...], num_decode_rows: int) -> Worker:
     with collector_at_rest():
         from specdec.engine.loader import load_worker
-        from specdec.engine.model.options import AUTO, EAGER, NATIVE, CompileOptions, row_counts
+        from specdec.engine.model.options import AUTO, EAGER, NATIVE
 
     return load_worker(
         settings.model,
@@ -246,12 +259,7 @@ def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, 
         measures_threads=settings.num_threads is None
         and "OMP_NUM_THREADS" not in os.environ
         and settings.compile_backend in (AUTO, NATIVE, EAGER),
-        compiling=CompileOptions(
-            settings.compile_backend,
-            row_counts(num_decode_rows),
-            cache_directory(os.environ) / "compiled",
-            is_deterministic=settings.deterministic,
-        ),
+        compiling=compile_options(settings, num_decode_rows),
         self_check=settings.self_check == "on",
         local_drafts=local_drafts,
     )

@@ -76,7 +76,7 @@ ALLOWED = {
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "native": {ENGINE + room for room in ("base", "large_pages", "model")},
     ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
-    ENGINE + "parallel": {"specdec.core", *(ENGINE + room for room in ("base", "cold_tier", "model"))},
+    ENGINE + "parallel": {"specdec.core", *(ENGINE + room for room in ("base", "captured", "cold_tier", "model"))},
     ENGINE + "loader": {
         ENGINE + room
         for room in ("base", "kernels", "local_drafting", "model", "compiled", "captured", "native")

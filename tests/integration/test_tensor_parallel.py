@@ -213,6 +213,11 @@ def test_ranks_refuse_together_what_cannot_be_divided(rig: RankRig, tmp_path: Pa
     assert error.message.startswith("--tensor-parallel 2 does not divide the model's 1 KV heads, and ranks of a model")
     error = refusal("llama", {"num_attention_heads": 1, "num_key_value_heads": 1})
     assert error.message == "--tensor-parallel 2 does not divide the model's 1 attention heads"
-    assert "--compile-backend auto or eager, not native" in refusal("llama", compile_backend="native").message
-    assert "does not divide int8 weights" in refusal("llama", dtype="int8").message
+    for options, words in (
+        ({"backend": "native"}, "--compile-backend auto, eager or captured, not native"),
+        ({"backend": "captured"}, "--tensor-parallel captures steps on GPUs, not on a CPU"),
+        ({"is_deterministic": True}, "--tensor-parallel keeps --deterministic in captured steps, on GPUs"),
+    ):
+        assert words in refusal("llama", compiling=options).message
+    assert "--tensor-parallel divides int8 weights among GPUs" in refusal("llama", dtype="int8").message
     assert "no room for one block" in refusal("llama", kv_cache_bytes=1).message

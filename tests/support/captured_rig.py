@@ -101,7 +101,9 @@ class Tape(TorchDispatchMode):
         for operation, args, kwargs, recorded in self._operations:
             result = operation(*args, **kwargs)
             for old, new in zip(tree_leaves(recorded), tree_leaves(result), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                if isinstance(new, torch.ScriptObject):  # of ranks, which is waited for outside of operations
+                    new.wait()  # type: ignore[attr-defined]
+                elif isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
 
 

@@ -1,17 +1,22 @@
-"""Our kernels in few programs: Triton's interpreter takes milliseconds for each, whatever its size. Called by tests."""
+"""Our kernels where there is no device: in few programs, as Triton's interpreter takes milliseconds for each, whatever
+its size, and on tapes. Called by tests and `rank_rig`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from specdec.engine.captured import fused_operations, paged_attention, row_products
 from specdec.engine.captured.paged_attention import Splitting
 from specdec.engine.captured.row_products import Tiling, tiling
+from tests.support.captured_rig import Tape
 
 _FEW_TILES = fused_operations.Tiling(rows=64, heads=512, numbers=1 << 14)
 _FEW_SPLITS = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
@@ -29,3 +34,27 @@ def few_programs() -> Iterator[None]:
         patch.setattr(fused_operations, "Tiling", lambda: _FEW_TILES)
         patch.setattr(row_products, "tiling", wide)
         yield
+
+
+@contextmanager
+def kernels_on_tape() -> Iterator[None]:
+    """Within it, tapes have our kernels too, launched again with the same tensors and numbers, as a graph does it."""
+    launches = {paged_attention: ("paged_attention",), fused_operations: ("normalise", "rotate", "gated"),
+                row_products: ("multiply",)}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in launches.items():
+            for name in names:
+                patch.setattr(module, name, _on_tape(getattr(module, name)))
+        yield
+
+
+def _on_tape(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def launch_on_tape(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tape = _get_current_dispatch_mode()
+        if not isinstance(tape, Tape):
+            return launch(*args, **kwargs)
+        with _disable_current_modes():
+            noted: torch.Tensor = tape.note(launch, args, kwargs)
+            return noted
+
+    return launch_on_tape

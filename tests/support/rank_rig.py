@@ -15,21 +15,26 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from specdec.engine.base import Worker
+from specdec.engine.model.options import Capture, CompileOptions
 from specdec.engine.parallel.follow import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from specdec.engine.parallel.lifeline import Lifeline
-from specdec.engine.parallel.rank_loader import RankModel, load_rank
+from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_device
 from specdec.errors import SpecdecError
 from specdec.state.kv_tier import KvTier
+from tests.support.captured_rig import CountedCapture, record_on_tape
+from tests.support.interpreted_kernels import few_programs, kernels_on_tape
 from tests.support.tier_rig import space_of
 
 _HOST = "127.0.0.1"
@@ -37,32 +42,45 @@ _TOLD = ("parameter_share", "kv_share", "share_read")
 
 
 class RankRig:
-    """Ranks on this machine's CPU, one thread each."""
+    """Ranks on this machine: on its CPU with a thread each, or on a GPU each."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, device: str = "cpu", interprets_kernels: bool = False) -> None:
+        """
+        Args:
+            num_ranks: of the group.
+            device: cpu | cuda.
+            interprets_kernels: whether Triton's kernels run in few programs, on tapes too, in all ranks.
+        """
         listener = socket.create_server((_HOST, 0))
         port = listener.getsockname()[1]
         self.shares: list[dict[str, float]] = []
         """What each rank, the first one first, said of its part of the model that was loaded last."""
+        self.capture = CountedCapture(record_on_tape)
+        """What recorded this rank's steps, where they were to be recorded."""
+        self._device = device
         self._worker: Worker | None = None
+        told = {"num_ranks": num_ranks, "port": port, "device": device, "interprets_kernels": interprets_kernels}
         self._children = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.support.rank_rig", str(rank), str(num_ranks), str(port)],
+                [sys.executable, "-m", "tests.support.rank_rig", json.dumps(told | {"rank": rank})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             for rank in range(1, num_ranks)
         ]
+        self._kernels = _kernels(interprets_kernels)
         seat = Seat(0, num_ranks, _HOST, port, listener)
-        self.ranks = RankGroup(seat, open_store(seat), torch.device("cpu"))
+        self.ranks = RankGroup(seat, open_store(seat), rank_device(device, 0))
 
     def __enter__(self) -> Self:
+        self._kernels.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._kernels.__exit__(kind, error, trace)
         self._close_worker()
         for child in self._children:
             child.communicate()
@@ -71,16 +89,17 @@ class RankRig:
     def load(self, directory: Path | str, *, kv_tier_url: str = "", **fields: Any) -> Worker:
         """This rank's worker, which the others follow until the next one. Raises what `load_rank` does.
 
-        `kv_tier_url`: where the others keep their parts of the KV; this one's is the caller's to keep.
+        `kv_tier_url`: where the others keep their parts of the KV; this one's is the caller's to keep. `compiling`: the
+        fields of `CompileOptions`; with `records`, steps are recorded on a tape, as a GPU would.
         """
         self._close_worker()
-        wanted = {"model": str(directory), "device": "cpu", "dtype": "float32", **fields}
+        wanted = {"model": str(directory), "device": self._device, "dtype": "float32", **fields}
         for child in self._children:
             assert child.stdin is not None
             print(json.dumps(wanted | {"kv_tier_url": kv_tier_url}), file=child.stdin, flush=True)
         outcome: Worker | SpecdecError
         try:
-            outcome, own = _load(self.ranks, wanted)
+            outcome, own = _load(self.ranks, wanted, self.capture)
         except SpecdecError as error:
             outcome, own = error, {}
         answers = [json.loads(child.stdout.readline()) for child in self._children if child.stdout is not None]
@@ -98,12 +117,25 @@ class RankRig:
             self._worker = None
 
 
-def _load(ranks: RankGroup, wanted: dict[str, Any]) -> tuple[Worker, dict[str, float]]:
-    """A rank's worker, and what it said of its part."""
-    told: dict[str, float] = {}
+def _load(ranks: RankGroup, wanted: dict[str, Any], capture: Capture) -> tuple[Worker, dict[str, float]]:
+    """A rank's worker, and what it said of its part. `capture`: records steps, if they are to be."""
+    wanted, told = dict(wanted), dict[str, float]()
     logger = logging.getLogger("specdec.engine.parallel")
     with _Listening(logger, lambda record: told.update({k: v for k, v in vars(record).items() if k in _TOLD})):
-        return load_rank(RankModel(**wanted), ranks, Lifeline({})), told
+        options = dict(wanted.pop("compiling", {}))
+        records = options.pop("records", False)
+        compiling = CompileOptions(**options, capture=capture if records else None)
+        return load_rank(RankModel(**wanted, compiling=compiling), ranks, Lifeline({})), told
+
+
+@contextmanager
+def _kernels(is_interpreted: bool) -> Iterator[None]:
+    if not is_interpreted:
+        yield
+        return
+    with few_programs(), kernels_on_tape(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
+        yield
 
 
 class _Listening(logging.Handler):
@@ -122,14 +154,14 @@ class _Listening(logging.Handler):
         self._logger.setLevel(self._level_before)
 
 
-def _follow_all(rank: int, num_ranks: int, port: int) -> None:
+def _follow_all(rank: int, num_ranks: int, port: int, device: str) -> None:
     seat = Seat(rank, num_ranks, _HOST, port)
-    ranks = RankGroup(seat, open_store(seat), torch.device("cpu"))
+    ranks = RankGroup(seat, open_store(seat), rank_device(device, rank))
     for line in sys.stdin:
         wanted = json.loads(line)
         tier_url = wanted.pop("kv_tier_url")
         try:
-            worker, told = _load(ranks, wanted)
+            worker, told = _load(ranks, wanted, record_on_tape)
         except SpecdecError as error:
             print(json.dumps({"error": error.message}), flush=True)
             continue
@@ -143,4 +175,6 @@ def _follow_all(rank: int, num_ranks: int, port: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    _follow_all(*map(int, sys.argv[1:]))
+    told = json.loads(sys.argv[1])
+    with _kernels(told.pop("interprets_kernels")):
+        _follow_all(**told)

@@ -47,6 +47,7 @@ def choose_attention(
     capture: Capture,
     wanted: str | None,
     max_context_tokens: int,
+    all_agree: Callable[[bool], bool] = bool,
 ) -> StaticAttention:
     """The attention that steps of these layers are captured with.
 
@@ -56,13 +57,15 @@ def choose_attention(
         capture: records steps.
         wanted: see `CompileOptions.attention`.
         max_context_tokens: of one sequence.
+        all_agree: see `engine.captured.steps.capture_steps`.
     """
     is_cuda = cache.layers[0].blocks.device.type == "cuda"
     if (wanted or (PAGED if is_cuda else GATHERED)) == GATHERED:
         return GatheredAttention(cache, layer_kinds)
     problem = _problem_of_kernels(cache, layer_kinds, capture)
-    if problem is None:
+    if all_agree(problem is None):
         return PagedAttention(cache, layer_kinds, max_context_tokens)
+    problem = problem or "paged attention does not run on another rank"
     _log.warning("%s; steps gather their blocks instead, which is slower with long contexts", problem)
     return GatheredAttention(cache, layer_kinds)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -105,7 +106,13 @@ def _norm_of(norm: StackNorm) -> Norm:
     return Norm(norm.gains.contiguous(), norm.eps)
 
 
-def fuse_stack(stack: LlamaStack, cache: KvCache, attention: PagedAttention, capture: Capture) -> FusedStack | None:
+def fuse_stack(
+    stack: LlamaStack,
+    cache: KvCache,
+    attention: PagedAttention,
+    capture: Capture,
+    all_agree: Callable[[bool], bool] = bool,
+) -> FusedStack | None:
     """The pass in fewer kernels, where a trial of its first layer shows that they are right on this device.
 
     Args:
@@ -113,6 +120,7 @@ def fuse_stack(stack: LlamaStack, cache: KvCache, attention: PagedAttention, cap
         cache: the pool, of which nothing is in use yet.
         attention: over it.
         capture: records steps.
+        all_agree: see `engine.captured.steps.capture_steps`.
 
     Returns:
         None, after one warning, where they are not.
@@ -120,13 +128,13 @@ def fuse_stack(stack: LlamaStack, cache: KvCache, attention: PagedAttention, cap
     try:
         with torch.inference_mode():
             error = _relative_error(stack, cache, attention, capture)
+        problem = f"fused kernels are off by {error:.2g} here" if error > _TRIAL_TOLERANCE else None
     except Exception as failure:  # the compiler, a driver or the device's memory
-        _log.warning("fused kernels do not run here: %s; steps take more kernels instead", first_line(failure))
-        return None
-    if error > _TRIAL_TOLERANCE:
-        _log.warning("fused kernels are off by %.2g here; steps take more kernels instead", error)
-        return None
-    return FusedStack(stack, cache)
+        problem = f"fused kernels do not run here: {first_line(failure)}"
+    if all_agree(problem is None):
+        return FusedStack(stack, cache)
+    _log.warning("%s; steps take more kernels instead", problem or "fused kernels do not run on another rank")
+    return None
 
 
 def _relative_error(stack: LlamaStack, cache: KvCache, attention: PagedAttention, capture: Capture) -> float:

@@ -11,6 +11,7 @@ Not here: the arithmetic, which is the eager pass's own (`engine.model.llama_sta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +52,11 @@ def wants_capture(options: CompileOptions, device: torch.device) -> bool:
 
 
 def capture_steps(
-    options: CompileOptions, source: GraphSource, forward: ForwardPass, shape: ModelShape
+    options: CompileOptions,
+    source: GraphSource,
+    forward: ForwardPass,
+    shape: ModelShape,
+    all_agree: Callable[[bool], bool] = bool,
 ) -> CapturedSteps | None:
     """Records the steps of a service that `wants_capture`.
 
@@ -60,6 +65,7 @@ def capture_steps(
         source: the model, as it was loaded; its cache has one block more than `shape` says.
         forward: its eager pass.
         shape: the worker's.
+        all_agree: whether all who run these steps together say so; each of them asks the same questions.
 
     Returns:
         None where steps stay eager, which one log line says.
@@ -86,18 +92,19 @@ def capture_steps(
             capture,
             PAGED if options.is_deterministic else options.attention,
             shape.max_context_tokens,
+            all_agree,
         )
         buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
         ragged = None
         stack: RowPass = forward
         if isinstance(attention, PagedAttention):
-            stack = fuse_stack(forward, source.cache, attention, capture) or stack
+            stack = fuse_stack(forward, source.cache, attention, capture, all_agree) or stack
             takes_all = options.is_deterministic
             ragged = RaggedSteps(stack, source.cache, source.layer_kinds, takes_whole_prompts=takes_all)
         elif options.is_deterministic:
             raise RuntimeError("--deterministic needs paged attention")
         steps = CapturedSteps(stack, source.cache, attention, buckets, shape.vocabulary_size, ragged)
-        steps.record(capture)
+        steps.record(capture, all_agree)
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
         problem = f"steps cannot be captured here: {first_line(error)}"
         if asked_for_by:
@@ -159,10 +166,10 @@ class CapturedSteps:
     def num_recorded(self) -> int:
         return len(self._steps)
 
-    def record(self, capture: Capture) -> None:
+    def record(self, capture: Capture, all_agree: Callable[[bool], bool] = bool) -> None:
         """Records the buckets, largest first, while the buffers hold nothing but padding.
 
-        One that the device's memory is too small for stays eager.
+        One that the device's memory is too small for stays eager; `all_agree`: see `capture_steps`.
         """
         parts = [list(part) for _, part in groupby(self._buckets.largest_first(), lambda bucket: bucket.num_sequences)]
         with torch.inference_mode():
@@ -172,9 +179,12 @@ class CapturedSteps:
                         bucket, self._numbers[bucket.width == 1], self._scratch_block, self._attention.tables
                     )
                     inputs.fill(())
-                    try:
-                        self._steps[bucket] = inputs, capture(self._step_of(inputs))
-                    except torch.OutOfMemoryError:
+                    replay = None
+                    with contextlib.suppress(torch.OutOfMemoryError):
+                        replay = capture(self._step_of(inputs))
+                    if all_agree(replay is not None) and replay is not None:
+                        self._steps[bucket] = inputs, replay
+                    else:
                         self.num_without_room += 1
             self._prepare_follow_up()
 
@@ -189,8 +199,8 @@ class CapturedSteps:
     def _step_of(self, inputs: StaticInputs) -> Callable[[], None]:
         def step() -> None:
             batch, context = self._attention.lay_out(inputs)
-            logits = self._stack(batch, context)
-            self._logits[: len(logits)].copy_(logits[:, : self._logits.shape[1]])
+            logits = self._stack(batch, context)[:, : self._logits.shape[1]]
+            self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # most ranks of several have a part of them
 
         return step
 

@@ -10,6 +10,7 @@ without native kernels, whose scales are bfloat16 (`engine.model.int8_projection
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,27 +43,34 @@ class Int8Weight(NamedTuple):
 
 
 Int8ProjectionMaker = Callable[[Int8Weight, torch.Tensor | None], "AnyProjection"]
+#: Of the module of that name: what its outputs' weights reach up to, float32 [out], of what those that are here do.
+Reach = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def own_reach(_name: str, own: torch.Tensor) -> torch.Tensor:
+    """Of a module that is here as a whole."""
+    return own
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [outputs, inputs] -> integers in float32 [outputs, inputs], scales [outputs]."""
-    # An output whose weights are all 0 keeps them: any scale will do.
-    scales = (weight.abs().amax(dim=1) / LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
+    scales = _scales(weight.abs().amax(dim=1))
     return torch.round(weight / scales[:, None]), scales
 
 
-def hold_in_int8(model: PreTrainedModel, make: Int8ProjectionMaker) -> None:
+def hold_in_int8(model: PreTrainedModel, make: Int8ProjectionMaker, reach: Reach = own_reach) -> None:
     """Rounds the weights of a model's linear layers, but for the head's, one layer after the other.
 
     Args:
         model: loaded.
         make: what is to multiply with them while serving.
+        reach: of a module of which a part of the inputs is here, to be rounded as the whole is.
     """
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child is not head:
-                setattr(parent, name, Int8Linear(child, make))
+                setattr(parent, name, Int8Linear(child, make, partial(reach, name)))
                 del child
                 release_freed(model.device)
 
@@ -70,13 +78,15 @@ def hold_in_int8(model: PreTrainedModel, make: Int8ProjectionMaker) -> None:
 class Int8Linear(nn.Module):
     """Stands for an `nn.Linear` whose weight was rounded; see `engine.model.projection.fuse_linears`."""
 
-    def __init__(self, original: nn.Linear, make: Int8ProjectionMaker) -> None:
+    def __init__(
+        self, original: nn.Linear, make: Int8ProjectionMaker, reach: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = original.out_features, original.in_features
         self.bias = original.bias
         self._dtype = original.weight.dtype
         self._make = make
-        self.held = _rounded(original.weight.detach())
+        self.held = _rounded(original.weight.detach(), reach)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -97,14 +107,19 @@ class Int8Linear(nn.Module):
         return self._make(held, torch.cat(biases) if biases else None)
 
 
-def _rounded(weight: torch.Tensor) -> Int8Weight:
+def _rounded(weight: torch.Tensor, reach: Callable[[torch.Tensor], torch.Tensor]) -> Int8Weight:
     integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    own = torch.linalg.vector_norm(weight, ord=torch.inf, dim=1)  # no copy of the weight is made for it
+    scales = _scales(reach(own.to(torch.float32)))
     for first in range(0, len(weight), _ROUNDED_AT_ONCE):
         part = slice(first, first + _ROUNDED_AT_ONCE)
-        rounded, scales[part] = quantise(weight[part].to(torch.float32))
-        integers[part] = rounded.to(torch.int8)
+        integers[part] = torch.round(weight[part].to(torch.float32) / scales[part, None]).to(torch.int8)
     return Int8Weight(integers, scales)
+
+
+def _scales(reach: torch.Tensor) -> torch.Tensor:
+    # An output whose weights are all 0 keeps them: any scale will do.
+    return (reach / LARGEST_INT8).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:

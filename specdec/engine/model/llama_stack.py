@@ -8,7 +8,7 @@ shape stays with `TransformersForward`. Called by `engine.loader`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -45,12 +45,12 @@ class LlamaStack:
         """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
         inner = model.model
         weight = inner.embed_tokens.weight.detach()
-        self.embed = partial(embedding, weight=weight) if kinds.embedding is None else kinds.embedding(weight)
+        self.embed: Callable[[torch.Tensor], torch.Tensor] = partial(embedding, weight=weight)
         self.rotary = inner.rotary_emb
         self.norm = StackNorm(inner.norm)
         self.layers = []
         for index in range(len(inner.layers)):
-            self.layers.append(StackLayer(inner.layers[index], index, kinds.inner, kinds.output or kinds.inner))
+            self.layers.append(StackLayer(inner.layers[index], index, kinds.inner))
             inner.layers[index] = nn.Identity()
             # The KV pool has been sized already: what is kept of every layer's parts would be missing.
             release_freed(model.device)
@@ -143,7 +143,7 @@ class StackNorm:
 class StackLayer:
     """One decoder layer."""
 
-    def __init__(self, layer: LlamaLayer, index: int, make: ProjectionMaker, make_output: ProjectionMaker) -> None:
+    def __init__(self, layer: LlamaLayer, index: int, make: ProjectionMaker) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
         self.head_dim = attention.head_dim
@@ -153,9 +153,9 @@ class StackLayer:
         self.attention_norm = StackNorm(layer.input_layernorm)
         self.mlp_norm = StackNorm(layer.post_attention_layernorm)
         self.qkv = fuse_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
-        self.output = fuse_linears((attention.o_proj,), make_output)
+        self.output = fuse_linears((attention.o_proj,), make)
         self.gate_up = fuse_linears((mlp.gate_proj, mlp.up_proj), make)
-        self.down = fuse_linears((mlp.down_proj,), make_output)
+        self.down = fuse_linears((mlp.down_proj,), make)
         self._width = mlp.gate_proj.out_features
         self.activation = mlp.act_fn
         self.qk_norm = None

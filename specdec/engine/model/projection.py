@@ -118,8 +118,6 @@ class AnyProjection(Protocol):
 
 
 ProjectionMaker = Callable[[torch.Tensor, torch.Tensor | None], AnyProjection]
-#: Token ids [T] -> [T, hidden].
-Embedding = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
@@ -146,10 +144,6 @@ class ProjectionKinds:
     """Of the layers."""
     head: ProjectionMaker
     """Of the logits."""
-    output: ProjectionMaker | None = None
-    """Of what a layer adds to the residual, its attention's output and its MLP's; None: as `inner`."""
-    embedding: Callable[[torch.Tensor], Embedding] | None = None
-    """Makes the look-up of a weight [V, hidden]; None: the plain one."""
 
 
 def fuse_linears(linears: Sequence[nn.Linear | Int8Linear], make: ProjectionMaker) -> AnyProjection:

@@ -117,6 +117,22 @@ class RankGroup:
         dist.all_reduce(part)
         return part
 
+    def add_in_order(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks [T, n], by rank, in float32 and rounded once: a row has the same bits in any company.
+
+        Libraries choose the order of a sum by its size.
+        """
+        first, *others = self._all_parts(part)
+        total = first.to(torch.float32)
+        for other in others:
+            total += other
+        return total.to(part.dtype)
+
+    def largest(self, own: torch.Tensor) -> torch.Tensor:
+        """The largest of what each rank has, number by number, in the place of its own."""
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        return own
+
     def gather_first(self, part: torch.Tensor) -> torch.Tensor:
         """[R, n] of each rank -> [R, ranks * n] on the first, side by side by rank; the others keep their part."""
         if not self.is_first:
@@ -128,15 +144,22 @@ class RankGroup:
 
     def gather_all(self, part: torch.Tensor) -> torch.Tensor:
         """[..., n] of each rank -> [..., ranks * n] on all of them."""
+        return torch.cat(self._all_parts(part), dim=-1)
+
+    def _all_parts(self, part: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.num_ranks)]
         dist.all_gather(parts, part)
-        return torch.cat(parts, dim=-1)
+        return parts
 
     def smallest(self, number: int) -> int:
         """The least of what each rank has."""
         least = torch.tensor(number, dtype=torch.int64)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says so."""
+        return bool(self.smallest(int(yes)))
 
     def meet(self, place: str) -> None:
         """Waits until every rank has come to the same place, longer than a step may take."""

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -18,6 +18,9 @@ from transformers import PreTrainedModel
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.engine.base import KvLayout, ModelShape, Worker
+from specdec.engine.captured.projection_choice import projection_kinds
+from specdec.engine.captured.row_products import require_kernel
+from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.checkpoint_model import (
     load_config,
@@ -33,7 +36,9 @@ from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
-from specdec.engine.model.options import AUTO
+from specdec.engine.model.options import CAPTURED, CompileOptions, GraphSource
+from specdec.engine.model.projection import ProjectionKinds
+from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.lead import LeadWorker
@@ -55,8 +60,7 @@ class RankModel:
     model: str
     device: str
     dtype: str
-    compile_backend: str = AUTO
-    deterministic: bool = False
+    compiling: CompileOptions = field(default_factory=CompileOptions)
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     num_kv_blocks: int | None = None
@@ -71,7 +75,9 @@ class _Shards(Protocol):
     model: PreTrainedModel
     num_head_rows: int
 
-    def forward_pass(self) -> ForwardPass: ...
+    def hold_in_int8(self) -> None: ...
+
+    def forward_pass(self, kinds: ProjectionKinds, *, sums_in_order: bool) -> ForwardPass: ...
 
     def joined(self) -> AbstractContextManager[None]: ...
 
@@ -104,8 +110,17 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         InvalidRequest: as `load_worker`, or the model's heads do not divide among the ranks.
         Unsupported: as `load_worker`, or the model, its files or a setting are not for several ranks.
     """
-    require_supported(device=wanted.device, dtype=wanted.dtype, compile_backend=wanted.compile_backend,
-                      deterministic=wanted.deterministic)  # fmt: skip
+    compiling, is_int8 = wanted.compiling, wanted.dtype == "int8"
+    may_record = ranks.device.type == "cuda" or compiling.capture is not None
+    require_supported(device="cuda" if may_record else "cpu", dtype=wanted.dtype, compile_backend=compiling.backend,
+                      deterministic=compiling.is_deterministic)  # fmt: skip
+    # Whoever says nothing gets eager steps: no machine with two GPUs has recorded any yet.
+    is_asked_for = compiling.backend == CAPTURED or compiling.is_deterministic
+    is_captured = is_asked_for and wants_capture(compiling, ranks.device)
+    if compiling.is_deterministic:
+        require_keepable(compiling, ranks.device, is_native=False, is_captured=is_captured)
+    if compiling.multiplies_rows(ranks.device, is_int8=is_int8):
+        require_kernel(FIELD if compiling.is_deterministic else "dtype")
     directory = locate_checkpoint(wanted.model)
     if wanted.num_threads is not None:
         torch.set_num_threads(wanted.num_threads)
@@ -117,7 +132,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
     register_attention()
     register_probe()
     began_s = time.monotonic()
-    dtype = pick_dtype(wanted.dtype, ranks.device)
+    dtype = pick_dtype(wanted.dtype, ranks.device, getattr(config, "dtype", None))
     with refusing_failures(config):
         whole = make_whole(config)
     shards: _Shards
@@ -131,7 +146,9 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         layers = probe_layers(shards.model)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         _require_part(shards, whole, layers, ranks, time.monotonic() - began_s)
-        num_blocks = _agree_on_blocks(wanted, shapes, shards.model.dtype, context, ranks)
+        if is_int8:
+            shards.hold_in_int8()  # before anybody asks how much memory is left
+        num_blocks = _agree_on_blocks(wanted, shapes, shards.model.dtype, context, ranks, is_captured=is_captured)
         layout = KvLayout(
             str(shards.model.dtype).removeprefix("torch."),
             tuple(block_bytes([shape], shards.model.dtype) for shape in shapes),
@@ -139,26 +156,33 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         )
         shape = model_shape(
             shards.model, directory, token_to_id, num_blocks, context, ranks.device, layout,
-            num_head_rows=shards.num_head_rows, is_int8=False,
+            num_head_rows=shards.num_head_rows, is_int8=is_int8,
         )  # fmt: skip
         if wanted.self_check and ranks.is_first:
             _log.info("self-check: comparing with the model's own forward pass")
         reference = _reference(shards, shape, layers) if wanted.self_check else None
         shards.model.set_attn_implementation(ATTENTION_NAME)
-        cache = KvCache(shapes, num_blocks=num_blocks, dtype=shards.model.dtype, device=ranks.device)
-        dtype = shards.model.dtype
-        own = ModelRunner(shards.forward_pass(), cache, kinds, shape, dtype=dtype, device=ranks.device)
+        # The last block is the captured steps' own: what they store of padding.
+        cache = KvCache(shapes, num_blocks=num_blocks + is_captured, dtype=shards.model.dtype, device=ranks.device)
+        source = GraphSource(shards.model, kinds, cache, shape.model_fingerprint, shape.dtype)
+        forward = shards.forward_pass(projection_kinds(shards.model, is_int8, compiling),
+                                      sums_in_order=compiling.is_deterministic)  # fmt: skip
+        recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if is_captured else None
+        own = ModelRunner(forward, cache, kinds, shape, dtype=shards.model.dtype, device=ranks.device,
+                          recorded=recorded)  # fmt: skip
     ranks.meet("ready")
     if not ranks.is_first:
         return own
     lead = LeadWorker(own, ranks, lifeline)
-    if reference is not None:
-        try:
+    try:
+        if reference is not None:
             require_same(lead, reference, config.model_type)
-        except BaseException:
-            lead.close()
-            raise
-        _log.info("self-check passed")
+            _log.info("self-check passed")
+        if compiling.is_deterministic:
+            require_same_bits(lead)
+    except BaseException:
+        lead.close()
+        raise
     return lead
 
 
@@ -191,14 +215,20 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _agree_on_blocks(
-    wanted: RankModel, shapes: list[LayerShape], dtype: torch.dtype, context: int, ranks: RankGroup
+    wanted: RankModel,
+    shapes: list[LayerShape],
+    dtype: torch.dtype,
+    context: int,
+    ranks: RankGroup,
+    *,
+    is_captured: bool,
 ) -> int:
     """Blocks that every rank has room for."""
     bytes_per_block = block_bytes(shapes, dtype)
     own_bytes = wanted.kv_cache_bytes
     try:
         if own_bytes is None and wanted.num_kv_blocks is None and ranks.device.type == "cuda":
-            own_bytes = cuda_pool_bytes(ranks.device, wanted.gpu_memory_utilization, is_captured=False)
+            own_bytes = cuda_pool_bytes(ranks.device, wanted.gpu_memory_utilization, is_captured)
         own_blocks, failure = pool_blocks(bytes_per_block, context, own_bytes, wanted.num_kv_blocks), None
     except InvalidRequest as error:  # the others must hear of it
         own_blocks, failure = 0, error

@@ -11,7 +11,7 @@ Called by `engine.parallel.rank_loader`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,12 @@ from torch import nn
 from torch.nn.functional import embedding
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from specdec.engine.captured.row_products import RowProjection
+from specdec.engine.model.int8_weight import hold_in_int8
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
-from specdec.engine.model.projection import AnyProjection, Projection, ProjectionKinds, keeps_both_layouts
+from specdec.engine.model.projection import AnyProjection, ProjectionKinds
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting
@@ -68,18 +70,25 @@ class ShardedLlama:
         self.model.generation_config = _generation_config(directory, whole.config)
         self.num_head_rows = int(whole.config.vocab_size)
 
-    def forward_pass(self) -> ForwardPass:
-        """Takes the model apart. Logits come together on the first rank; padding rows follow the vocabulary's."""
-        plain = partial(Projection, both_layouts=keeps_both_layouts(self.model))
-        return LlamaStack(
-            self.model,
-            ProjectionKinds(
-                inner=plain,
-                head=lambda weight, bias: _GatheredHead(plain(weight, bias), self._ranks),
-                output=lambda weight, bias: _SummedProjection(plain(weight, bias), self._ranks),
-                embedding=self._look_up,
-            ),
-        )
+    def hold_in_int8(self) -> None:
+        """Rounds this rank's part of the layers' weights to what the whole model's would be rounded to."""
+        hold_in_int8(self.model, RowProjection, self._reach)
+
+    def forward_pass(self, kinds: ProjectionKinds, *, sums_in_order: bool) -> ForwardPass:
+        """Takes the model apart. Logits come together on the first rank; padding rows follow the vocabulary's.
+
+        Args:
+            kinds: of this rank's products.
+            sums_in_order: whether what ranks add up must not depend on the number of rows; it costs time.
+        """
+        look_up = self._look_up(self.model.model.embed_tokens.weight.detach())
+        stack = LlamaStack(self.model, kinds)
+        add_up = self._ranks.add_in_order if sums_in_order else self._ranks.add_up
+        for layer in stack.layers:
+            layer.output = _SummedProjection(layer.output, add_up)
+            layer.down = _SummedProjection(layer.down, add_up)
+        stack.embed, stack.head = look_up, _GatheredHead(stack.head, self._ranks)
+        return stack
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -99,6 +108,9 @@ class ShardedLlama:
             for hook in hooks:
                 hook.remove()
 
+    def _reach(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        return self._ranks.largest(own) if self._splitting.cuts_inputs_of(name) else own
+
     def _look_up(self, weight: torch.Tensor) -> partial[torch.Tensor]:
         return partial(_look_up, weight=weight, first=self._splitting.first_token, ranks=self._ranks)
 
@@ -106,13 +118,13 @@ class ShardedLlama:
 class _SummedProjection(nn.Module):
     """A part of a linear layer's inputs: what it puts out is the sum over all ranks."""
 
-    def __init__(self, part: AnyProjection, ranks: RankGroup) -> None:
+    def __init__(self, part: AnyProjection, add_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._part = part
-        self._ranks = ranks
+        self._add_up = add_up
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._ranks.add_up(self._part.forward(x))
+        return self._add_up(self._part.forward(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [T, out] + forward(x [T, in]): added once, after the sum."""

@@ -109,6 +109,11 @@ class Splitting:
             case _:
                 return None
 
+    @staticmethod
+    def cuts_inputs_of(module: str) -> bool:
+        """Whether a rank has some inputs of all outputs of a linear layer of that name, instead of some outputs."""
+        return module in ("o_proj", "down_proj")
+
     def _even(self, axis: int, width: int) -> Cut:
         return Cut(axis, self.rank * width, (self.rank + 1) * width)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from specdec.engine.base import StepPlan
 from specdec.engine.captured import fused_operations
@@ -26,7 +25,6 @@ from tests.support.captured_rig import (
     NAN_TOKEN_ID,
     CountedCapture,
     Pair,
-    Tape,
     build,
     check_ragged_steps,
     load,
@@ -35,6 +33,7 @@ from tests.support.captured_rig import (
     record_on_tape,
 )
 from tests.support.fused_rig import round_bfloat16
+from tests.support.interpreted_kernels import kernels_on_tape
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
 pytestmark = pytest.mark.skipif(
@@ -82,33 +81,20 @@ def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None
 
 
 def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded of padding, the kernels are launched again with the same tensors and numbers, as a graph does it."""
-
-    def on_tape(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def launch_on_tape(*args: Any, **kwargs: Any) -> torch.Tensor:
-            tape = _get_current_dispatch_mode()
-            if not isinstance(tape, Tape):
-                return launch(*args, **kwargs)
-            with _disable_current_modes():
-                return tape.note(launch, args, kwargs)
-
-        return launch_on_tape
-
-    monkeypatch.setattr(module, "paged_attention", on_tape(paged_attention))
-    for name in ("normalise", "rotate", "gated"):
-        monkeypatch.setattr(fused_operations, name, on_tape(getattr(fused_operations, name)))
+    """Recorded of padding."""
     monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
-    pair = Pair(mixed, capture=record_on_tape, widths=(1, 3), attention="paged")
-    one, two = random_tokens(14, 60), random_tokens(15, 60)
-    pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), is_captured=False)
-    ends = [40, 9]
-    for widths in ((3, 1), (2, 3), (0, 2)):
-        slices = []
-        for index, (tokens, width) in enumerate(zip((one, two), widths, strict=True)):
-            if width:
-                slices.append(piece(tokens, ends[index], ends[index] + width, pair.tables[index], width))
-            ends[index] += width
-        pair.run(*slices)
+    with kernels_on_tape():
+        pair = Pair(mixed, capture=record_on_tape, widths=(1, 3), attention="paged")
+        one, two = random_tokens(14, 60), random_tokens(15, 60)
+        pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), is_captured=False)
+        ends = [40, 9]
+        for widths in ((3, 1), (2, 3), (0, 2)):
+            slices = []
+            for index, (tokens, width) in enumerate(zip((one, two), widths, strict=True)):
+                if width:
+                    slices.append(piece(tokens, ends[index], ends[index] + width, pair.tables[index], width))
+                ends[index] += width
+            pair.run(*slices)
 
 
 def test_steps_that_no_recording_holds_take_the_kernels_too_and_neither_gather_nor_mask(

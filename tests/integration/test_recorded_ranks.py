@@ -1,0 +1,137 @@
+"""A model on three ranks whose steps are recorded: as a GPU would, but on a tape, and with Triton's interpreter.
+
+Sums over ranks are operations of a recording like any other. What is compared with is one process, and Hugging Face.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.base import StepPlan, Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import EAGER, CompileOptions
+from specdec.errors import SpecdecError
+from tests.support.captured_rig import NUM_BLOCKS, CountedCapture, piece, random_tokens
+from tests.support.rank_rig import RankRig
+from tests.support.tiny_models import build_tiny_model
+
+pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled on this machine"
+)
+
+NUM_RANKS = 3
+#: Embedding, MLP and head do not divide by three, and some of the ranks' rows are nobody's.
+OVERRIDES = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 100}
+RECORDED = {"backend": "captured", "row_counts": [1, 3], "records": True}
+PAGED = RECORDED | {"attention": "paged"}
+#: The pool's last block is a session's like any other: what recordings store of padding lies behind it.
+TABLES = (NUM_BLOCKS - 1, 1, 2, 0, 9), (5, 7, 4, 6, 8)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[RankRig]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with RankRig(NUM_RANKS, interprets_kernels=True) as rig:
+        yield rig
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model("qwen3", tmp_path_factory.mktemp("model"), vocabulary_size=97, context=256, num_layers=2,
+                            gain=1.0, logit_spread=1.0, config_overrides=OVERRIDES)  # fmt: skip
+
+
+def plans() -> list[StepPlan]:
+    """A prompt; a verification, and one beside a draft step, each in a recording; more than any holds."""
+    one, two = random_tokens(1, 70), random_tokens(2, 70)
+    return [
+        StepPlan((piece(one, 0, 40, TABLES[0], 5), piece(two, 0, 9, TABLES[1], 1))),
+        StepPlan((piece(one, 40, 43, TABLES[0], 3),)),
+        StepPlan((piece(one, 43, 46, TABLES[0], 2), piece(two, 9, 10, TABLES[1], 1))),
+        StepPlan((piece(one, 46, 47, TABLES[0], 1),)),
+        StepPlan((piece(one, 47, 60, TABLES[0], 1), piece(two, 10, 30, TABLES[1], 2))),
+    ]
+
+
+NUM_RECORDED_PLANS = 3
+
+
+def load_alone(model: Path, **fields: Any) -> Worker:
+    return load_worker(str(model), device="cpu", num_kv_blocks=NUM_BLOCKS, **fields)
+
+
+@pytest.mark.parametrize("options", [RECORDED, PAGED], ids=["gathered", "paged"])
+def test_recorded_steps_of_three_ranks_give_the_logits_of_one_process(
+    options: dict[str, Any], model: Path, rig: RankRig
+) -> None:
+    divided = rig.load(model, num_kv_blocks=NUM_BLOCKS, compiling=options)
+    alone = load_alone(model, dtype="float32", compiling=CompileOptions(EAGER))
+    before = rig.capture.num_replays
+    for plan in plans():
+        torch.testing.assert_close(divided.execute(plan), alone.execute(plan), rtol=0, atol=1e-5)
+    assert rig.capture.num_replays == before + NUM_RECORDED_PLANS
+    eager = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = eager(torch.tensor([random_tokens(2, 70)[:30]])).logits[0, -2:]
+    torch.testing.assert_close(divided.execute(plans()[-1])[-2:], expected, rtol=0, atol=1e-5)
+
+
+def test_weights_are_rounded_to_int8_as_those_of_the_whole_model_are(model: Path, rig: RankRig) -> None:
+    """A scale is that of all inputs of an output, of which a rank has a third."""
+    divided = rig.load(model, dtype="int8", num_kv_blocks=NUM_BLOCKS, compiling=PAGED | {"products": "rows"})
+    compiling = CompileOptions("captured", (1, 3), capture=CountedCapture(warms_up=False), products="rows")
+    alone = load_alone(model, dtype="int8", compiling=compiling)
+    assert divided.shape.dtype == "int8"
+    for plan in plans():
+        torch.testing.assert_close(divided.execute(plan), alone.execute(plan), rtol=0, atol=1e-5)
+
+
+def bits_alone_and_in_company(worker: Worker) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of the same token: the only one of a step, and beside others."""
+    first, verification, company, *_ = plans()
+    worker.execute(first)
+    worker.execute(verification)
+    one = random_tokens(1, 70)
+    alone = worker.execute(StepPlan((piece(one, 43, 44, TABLES[0], 1),)))
+    beside = StepPlan((piece(one, 43, 46, TABLES[0], 3), *company.slices[1:]))
+    return alone[0], worker.execute(beside)[0]
+
+
+def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_company(model: Path, rig: RankRig) -> None:
+    worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS,
+                      compiling=PAGED | {"backend": "auto", "is_deterministic": True})  # fmt: skip
+    alone, beside = bits_alone_and_in_company(worker)
+    assert torch.equal(alone, beside)
+
+
+def test_others_need_not_since_libraries_order_a_sum_by_its_size(model: Path, rig: RankRig) -> None:
+    """All but the sum over ranks is as with deterministic ones: the control of the test above."""
+    worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS, compiling=PAGED | {"products": "rows"})
+    alone, beside = bits_alone_and_in_company(worker)
+    assert not torch.equal(alone, beside)
+
+
+def test_what_is_not_recorded_for_several_ranks_is_refused_by_name(model: Path, rig: RankRig, tmp_path: Path) -> None:
+    def refusal(directory: Path, **fields: Any) -> SpecdecError:
+        with pytest.raises(SpecdecError) as caught:
+            rig.load(directory, num_kv_blocks=NUM_BLOCKS, **fields)
+        return caught.value
+
+    overrides = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96}
+    gemma = build_tiny_model("gemma3", tmp_path, vocabulary_size=96, config_overrides=overrides)
+    error = refusal(gemma, compiling=RECORDED)
+    assert (error.message, error.field) == ("a model of type gemma3_text has no captured steps", "compile_backend")
+    error = refusal(gemma, dtype="int8", compiling=RECORDED | {"products": "rows"})
+    assert error.message == "--tensor-parallel does not divide int8 weights of a model of type gemma3_text"
+    error = refusal(model, compiling=RECORDED | {"backend": "eager", "is_deterministic": True})
+    assert error.message == "--deterministic with --tensor-parallel needs captured steps, not --compile-backend eager"
