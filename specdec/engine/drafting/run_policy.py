@@ -46,9 +46,11 @@ class RunPolicy:
             self._num_left = self._pause
 
     def _may_be_wide(self, jobs: Sequence[Job]) -> bool:
-        return any(
-            (kind is RowKind.DISTRIBUTION and min(self._s_max, self._num_tokens) > FIRST_CANDIDATES)
-            or (kind is not RowKind.GREEDY and job.call.position.filters.top_p < 1.0)
-            for job in jobs
-            for kind in [row_kind(job.call.position)]
-        )
+        return any(self._may_reach_far(job) for job in jobs)
+
+    def _may_reach_far(self, job: Job) -> bool:
+        kind, filters = row_kind(job.call.position), job.call.position.filters
+        if kind is RowKind.GREEDY or 0 < filters.top_k <= FIRST_CANDIDATES:
+            return False
+        is_wide_support = kind is RowKind.DISTRIBUTION and min(self._s_max, self._num_tokens) > FIRST_CANDIDATES
+        return is_wide_support or filters.top_p < 1.0

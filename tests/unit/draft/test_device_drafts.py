@@ -162,6 +162,22 @@ async def test_after_a_run_that_was_for_nothing_fewer_and_fewer_drafts_are_run(
     await proposer.close()
 
 
+async def test_drafts_that_reach_no_further_than_their_top_k_neither_share_that_nor_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look_at(2, monkeypatch)
+    worker = FollowingWorker()
+    proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
+    short = (SamplingFilters(top_k=2, top_p=0.9), DrawRule.DISTRIBUTION)
+    has_run = []
+    for round_id, rule in enumerate((RULES["sampled"], short, short, RULES["sampled"], RULES["sampled"])):
+        worker.runs.clear()
+        await proposer.propose(ask(rule, gamma=2, num_tokens=21 + round_id, round_id=round_id))
+        has_run.append(bool(worker.runs))
+    assert has_run == [True, True, True, False, True]
+    await proposer.close()
+
+
 def look_at(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a first look be at so many of the likeliest tokens."""
     monkeypatch.setattr(filters, "_FIRST_CANDIDATES", num_tokens)
