@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -75,27 +76,53 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints the pictures. Raises InvalidRequest where there is none."""
-    pictures = pictures_of(read_rounds(args.file))
+    damaged: list[int] = []
+    pictures = pictures_of(read_rounds(args.file, damaged.append))
+    if damaged:
+        others = f" and {len(damaged) - 1} more are" if damaged[1:] else " is"
+        print(f"note: {args.file}: line {damaged[0]}{others} no round, and left out", file=sys.stderr)
     if not pictures:
         raise InvalidRequest(f"{args.file} holds no session of three rounds or more", field="FILE")
     print("\n\n".join(drawn(picture) for picture in pictures))
     return 0
 
 
-def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file. Raises InvalidRequest: it is none of a coordinator's."""
-    rounds = []
+def read_rounds(path: Path, note_damaged: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
+    """The rounds of a file.
+
+    Args:
+        path: of the file.
+        note_damaged: told the numbers of lines that are no round, as a coordinator leaves them that is killed.
+
+    Raises:
+        InvalidRequest: it cannot be read, or no line of it is a round.
+    """
+    rounds, damaged = [], []
     try:
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-            entry = json.loads(line)
-            if not isinstance(entry, dict) or not {"session_id", "began_us", "target", "decided"} <= entry.keys():
-                raise InvalidRequest(f"{path}: line {number} is no round", field="FILE")
-            rounds.append(entry)
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise InvalidRequest(f"{path}: {error.strerror}", field="FILE") from error
-    except ValueError as error:
-        raise InvalidRequest(f"{path}: line {len(rounds) + 1} is no round", field="FILE") from error
+    for number, line in enumerate(lines, 1):
+        entry = _round_in(line)
+        if entry is None:
+            damaged.append(number)
+        else:
+            rounds.append(entry)
+    if damaged and not rounds:
+        raise InvalidRequest(f"{path}: line 1 is no round", field="FILE")
+    if note_damaged is not None:
+        for number in damaged:
+            note_damaged(number)
     return rounds
+
+
+def _round_in(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    is_round = isinstance(entry, dict) and {"session_id", "began_us", "target", "decided"} <= entry.keys()
+    return entry if is_round else None
 
 
 def pictures_of(rounds: Iterable[dict[str, Any]]) -> list[Picture]:

@@ -59,6 +59,19 @@ def test_a_replica_that_tells_nothing_of_itself_is_one_stage(tmp_path: Path) -> 
     ]  # fmt: skip
 
 
+def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "t", *(entry("a", index) for index in range(3)))
+    whole = file.read_bytes()
+    for damage, told in ((whole[:40], "line 4 is no round"), (b"\xff\n{}\n", "line 4 and 1 more are no round")):
+        file.write_bytes(whole + damage)
+        assert run(["timeline", str(file)], {}) == 0
+        captured = capsys.readouterr()
+        assert captured.err == f"note: {file}: {told}, and left out\n"
+        assert captured.out.startswith("rounds of the target alone: 1,")
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
