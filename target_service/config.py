@@ -30,7 +30,7 @@ class TargetSettings(ReplicaSettings):
     local_draft: LocalDrafts = ()
     """What this replica drafts with by itself, in the same call in which it verifies: early-exit:N (its first N layers
     with its own norm and head) or early-exit:N:PATH (with an adapter). Each is a draft pool, called by its kind or by
-    what stands before "=", as in NAME=early-exit:3; repeatable. In native and eager steps of one process only."""
+    what stands before "=", as in NAME=early-exit:3; repeatable. In one process, and not in compiled steps."""
 
     @model_validator(mode="after")
     def _check_local_drafts(self) -> Self:

@@ -51,7 +51,7 @@ from specdec.engine.model.int8_weight import hold_in_int8
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
-from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward
+from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward, tapped_layers
 from specdec.engine.model.options import (
     AUTO,
     CAPTURED,
@@ -121,8 +121,8 @@ def load_worker(
     directory = locate_checkpoint(model)
     torch_device = pick_device(device)
     is_captured, is_int8 = wants_capture(compiling, torch_device), dtype == "int8"
-    if local_drafts and (is_captured or compiling.backend not in (AUTO, NATIVE, EAGER)):
-        raise Unsupported("local drafts run in native and eager steps only: take --compile-backend eager",
+    if local_drafts and compiling.backend not in (AUTO, NATIVE, CAPTURED, EAGER):
+        raise Unsupported("local drafts run in native, captured and eager steps: take --compile-backend auto",
                           field="local_draft")  # fmt: skip
     if compiling.is_deterministic:  # what can be told before the model is there
         may_be_native = torch_device.type == "cpu" and compiling.backend in (AUTO, NATIVE)
@@ -209,15 +209,12 @@ def _make_worker(
         _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
         return runner
     source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
-    if drafting.names:
-        forward = make_forward(taps=True)
-        return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device,
-                           drafts=draft_passes(drafting.exits, model, forward),
-                           heads=drafting.paged_heads(cache))  # fmt: skip
-    forward = forward_pass(compiling, source, make_forward)
-    is_captured = cache.num_blocks > shape.num_kv_blocks  # it has their scratch block
-    recorded = capture_steps(compiling, source, forward, shape) if is_captured else None
-    return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device, recorded=recorded)
+    forward = make_forward(taps=True) if drafting.names else forward_pass(compiling, source, make_forward)
+    heads, recorded = drafting.paged_heads(cache), {}
+    if cache.num_blocks > shape.num_kv_blocks:  # it has the scratch block of captured steps
+        recorded = capture_steps(compiling, source, forward, shape, taps=tapped_layers(heads), exits=drafting.exits)
+    return ModelRunner(forward, cache, kinds, shape, dtype=dtype, device=device, recorded=recorded,
+                       drafts=draft_passes(drafting.exits, model, forward), heads=heads)  # fmt: skip
 
 
 def _arithmetic(model: PreTrainedModel, rounds_weights: bool, is_native: bool) -> Arithmetic:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.local_drafts import LocalDraftSpec
+from tests.support.step_ways import WAYS, num_replays, running
 from tests.support.tiny_models import build_tiny_model
 
 NUM_LAYERS = 4
@@ -29,8 +32,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model("llama", tmp_path_factory.mktemp("llama"), num_layers=NUM_LAYERS)
 
 
-def load(directory: Path, *specs: LocalDraftSpec, backend: str = "auto", **options: object) -> Worker:
-    return load_worker(str(directory), compiling=CompileOptions(backend), local_drafts=specs,
+def load(directory: Path, *specs: LocalDraftSpec, compiling: CompileOptions | None = None, **options: object) -> Worker:
+    return load_worker(str(directory), compiling=compiling, local_drafts=specs,
                        **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))  # fmt: skip
 
 
@@ -51,23 +54,40 @@ def drafted(token_id: int, start: int, index: int, name: str = "early-exit") -> 
     return StepPlan((SequenceSlice((token_id,), start, BLOCKS, 1, index),), local_draft=name)
 
 
-@pytest.mark.parametrize("backend", ["native", "eager"])
-def test_a_draft_step_is_the_first_layers_own_forward_pass(llama: Path, tmp_path: Path, backend: str) -> None:
-    worker = load(llama, EXIT, backend=backend)
+@pytest.fixture(params=WAYS)
+def compiling(request: pytest.FixtureRequest) -> Iterator[CompileOptions]:
+    with running(request.param) as compiling:
+        yield compiling
+
+
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["", "adapted"])
+def test_a_draft_step_is_the_first_layers_own_forward_pass(
+    llama: Path, tmp_path: Path, compiling: CompileOptions, is_adapted: bool
+) -> None:
+    weight, bias = torch.eye(64), torch.zeros(64)
+    if is_adapted:
+        generator = torch.Generator().manual_seed(3)
+        weight, bias = (part + torch.randn(part.shape, generator=generator) / 8 for part in (weight, bias))
+        save_file({"weight": weight, "bias": bias}, tmp_path / "adapter.safetensors")
+    worker = load(llama, replace(EXIT, path=str(tmp_path) if is_adapted else ""), compiling=compiling)
     short = AutoModelForCausalLM.from_pretrained(shortened(llama, tmp_path / "short"), dtype=torch.float32).eval()
     first = len(TOKENS) - 4
     worker.execute(full(TOKENS[:first], 0))
     with torch.inference_mode():
-        expected = short(torch.tensor([TOKENS])).logits[0, first:]
+        normed = short.model(torch.tensor([TOKENS])).last_hidden_state[0, first:]
+        expected = short.lm_head(torch.nn.functional.linear(normed, weight, bias))
+    before = num_replays(compiling)
     for index, token_id in enumerate(TOKENS[first:]):  # over the end of a block
         row = worker.execute(drafted(token_id, first + index, index))
         torch.testing.assert_close(row[0], expected[index, : row.shape[1]], rtol=1e-4, atol=1e-4)
+    assert num_replays(compiling) - before == (4 if compiling.backend == "captured" else 0)
 
 
-@pytest.mark.parametrize("backend", ["native", "eager"])
-def test_draft_steps_leave_the_verification_after_them_as_it_would_have_been(llama: Path, backend: str) -> None:
+def test_draft_steps_leave_the_verification_after_them_as_it_would_have_been(
+    llama: Path, compiling: CompileOptions
+) -> None:
     """Bit for bit, whatever they drafted."""
-    alone, drafting = load(llama, backend=backend), load(llama, EXIT, backend=backend)
+    alone, drafting = load(llama, compiling=compiling), load(llama, EXIT, compiling=compiling)
     first = len(TOKENS) - 4
     for worker in (alone, drafting):
         worker.execute(full(TOKENS[:first], 0))
@@ -120,8 +140,8 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(llama: Path,
 
 
 def test_compiled_steps_cannot_draft_and_are_refused(llama: Path) -> None:
-    with pytest.raises(Unsupported, match="take --compile-backend eager"):
-        load(llama, EXIT, backend="inductor")
+    with pytest.raises(Unsupported, match="take --compile-backend auto"):
+        load(llama, EXIT, compiling=CompileOptions("inductor"))
 
 
 def test_a_start_with_a_wrong_local_draft_ends_with_one_line(llama: Path) -> None:

@@ -1,6 +1,6 @@
 """Draft heads on a worker's paged cache: what a draft step gives is what the format says of the session's tokens alone.
 
-Whole steps of real workers, native and eager, against `tests.support.head_references`: through chunks, rejections,
+Whole steps of real workers, run in every way, against `tests.support.head_references`: through chunks, rejections,
 shared blocks and other sessions in the batch. What a head computes by itself is shown in
 tests/unit/engine/test_draft_heads.py.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from tests.support.head_checkpoints import (
     write_medusa,
 )
 from tests.support.head_references import Eagle3Reference, hidden_states, medusa_logits
+from tests.support.step_ways import WAYS, running
 from tests.support.tiny_models import build_tiny_model
 
 VOCABULARY_SIZE, WIDTH, STATES = 256, 64, [1, 3, 4]
@@ -52,11 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Rig:
     """A worker with both heads, and what each should say."""
 
-    def __init__(self, folder: Path, backend: str) -> None:
+    def __init__(self, folder: Path, compiling: CompileOptions) -> None:
         specs = tuple(LocalDraftSpec(kind, kind, path=str(folder / kind)) for kind in ("eagle3", "medusa"))
         self.worker: Worker = load_worker(
             str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=16, num_threads=1,
-            compiling=CompileOptions(backend), local_drafts=specs,
+            compiling=compiling, local_drafts=specs,
         )  # fmt: skip
         self._model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
         config = eagle3_config(WIDTH, VOCABULARY_SIZE, 80)
@@ -90,9 +91,10 @@ class Rig:
         return bool(torch.allclose(drafted[named], expected[named], atol=2e-3, rtol=2e-3))
 
 
-@pytest.fixture(scope="module", params=["native", "eager"])
-def rig(request: pytest.FixtureRequest, folder: Path) -> Rig:
-    return Rig(folder, request.param)
+@pytest.fixture(scope="module", params=WAYS)
+def rig(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rig]:
+    with running(request.param) as compiling:
+        yield Rig(folder, compiling)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])

@@ -5,7 +5,6 @@ Sums over ranks are operations of a recording like any other. What is compared w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,9 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model.options import EAGER, CompileOptions
 from specdec.errors import SpecdecError
 from tests.support.captured_rig import NUM_BLOCKS, CountedCapture, piece, random_tokens
+from tests.support.interpreted_kernels import require_interpreter
 from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
-
-pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled on this machine"
-)
 
 NUM_RANKS = 3
 #: Embedding, MLP and head do not divide by three, and some of the ranks' rows are nobody's.
@@ -38,6 +33,7 @@ TABLES = (NUM_BLOCKS - 1, 1, 2, 0, 9), (5, 7, 4, 6, 8)
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[RankRig]:
+    require_interpreter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with RankRig(NUM_RANKS, interprets_kernels=True) as rig:

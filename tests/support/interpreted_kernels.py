@@ -4,6 +4,7 @@ its size, and on tapes. Called by tests and `rank_rig`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,3 +59,18 @@ def _on_tape(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
             return noted
 
     return launch_on_tape
+
+
+@contextmanager
+def cheap_recordings() -> Iterator[None]:
+    """Within it, steps of one and two sequences are recorded, with our kernels on tapes and in few programs."""
+    with few_programs(), kernels_on_tape(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
+        yield
+
+
+def require_interpreter() -> None:
+    """Skips a test that would run our kernels where they are compiled, or where Triton is missing."""
+    pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled on this machine: see tests/gpu")

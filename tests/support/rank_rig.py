@@ -15,13 +15,12 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,7 +33,7 @@ from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_devic
 from specdec.errors import SpecdecError
 from specdec.state.kv_tier import KvTier
 from tests.support.captured_rig import CountedCapture, record_on_tape
-from tests.support.interpreted_kernels import few_programs, kernels_on_tape
+from tests.support.interpreted_kernels import cheap_recordings
 from tests.support.tier_rig import space_of
 
 _HOST = "127.0.0.1"
@@ -69,7 +68,7 @@ class RankRig:
             )
             for rank in range(1, num_ranks)
         ]
-        self._kernels = _kernels(interprets_kernels)
+        self._kernels = cheap_recordings() if interprets_kernels else nullcontext()
         seat = Seat(0, num_ranks, _HOST, port, listener)
         self.ranks = RankGroup(seat, open_store(seat), rank_device(device, 0))
 
@@ -128,16 +127,6 @@ def _load(ranks: RankGroup, wanted: dict[str, Any], capture: Capture) -> tuple[W
         return load_rank(RankModel(**wanted, compiling=compiling), ranks, Lifeline({})), told
 
 
-@contextmanager
-def _kernels(is_interpreted: bool) -> Iterator[None]:
-    if not is_interpreted:
-        yield
-        return
-    with few_programs(), kernels_on_tape(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
-        yield
-
-
 class _Listening(logging.Handler):
     """Hears a logger's records within a `with` block."""
 
@@ -176,5 +165,5 @@ def _follow_all(rank: int, num_ranks: int, port: int, device: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     told = json.loads(sys.argv[1])
-    with _kernels(told.pop("interprets_kernels")):
+    with cheap_recordings() if told.pop("interprets_kernels") else nullcontext():
         _follow_all(**told)

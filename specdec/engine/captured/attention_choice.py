@@ -72,7 +72,8 @@ def choose_attention(
 
 def _problem_of_kernels(cache: KvCache, layer_kinds: Sequence[AttentionKind], capture: Capture) -> str | None:
     """What speaks against our kernels for these layers, here."""
-    pairs = dict.fromkeys(zip((layer.shape for layer in cache.layers), layer_kinds, strict=True))
+    own_layers = cache.layers[: len(layer_kinds)]  # what local drafts keep lies behind them
+    pairs = dict.fromkeys(zip((layer.shape for layer in own_layers), layer_kinds, strict=True))
     pool = cache.layers[0].blocks
     try:
         with torch.inference_mode():

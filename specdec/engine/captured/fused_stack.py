@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -25,8 +25,9 @@ from specdec.engine.captured.paged_attention import PagedAttention
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
+from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_stack import LlamaStack, StackLayer, StackNorm
+from specdec.engine.model.llama_stack import LlamaStack, RowForward, StackLayer, StackNorm
 from specdec.engine.model.options import Capture, first_line
 
 _log = logging.getLogger(__name__)
@@ -57,14 +58,44 @@ class FusedStack:
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
         """Logits [R, rows of the model's head] of `batch.logit_rows`; `context` is a `StoredContext`."""
+        logits: torch.Tensor = self._stack.head(self._run(batch, context, len(self._layers)))
+        return logits
+
+    def with_outputs(
+        self, batch: StepBatch, context: RowContext, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See `engine.model.model_runner.TappedPass`."""
+        outputs: dict[int, torch.Tensor] = dict.fromkeys(layers, torch.empty(0))
+        logits: torch.Tensor = self._stack.head(self._run(batch, context, len(self._layers), outputs))
+        return logits, list(outputs.values())
+
+    def early_exit(self, early_exit: EarlyExit) -> RowForward:
+        """See `engine.model.llama_stack.RowPass`."""
+        adapter = early_exit.adapter or (lambda normed: normed)
+
+        def forward(batch: StepBatch, context: RowContext) -> torch.Tensor:
+            logits: torch.Tensor = self._stack.head(adapter(self._run(batch, context, early_exit.num_layers)))
+            return logits
+
+        return forward
+
+    def _run(
+        self,
+        batch: StepBatch,
+        context: RowContext,
+        num_layers: int,
+        outputs: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What the first layers make of the rows that are wanted, normalised: [R, hidden]; see `LlamaStack._run`."""
         stored = cast(StoredContext, context)
         residual = self._stack.embed(batch.token_ids[0])  # [T, hidden]
         delta = None
         cos, sin = self._stack.rotary(residual, batch.position_ids)  # [1, T, head_dim]
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers[:num_layers]):
             delta = layer.run(residual, delta, cos[0], sin[0], batch.slots, stored)
-        logits: torch.Tensor = self._stack.head(fused.normalise(residual, delta, self._norm, batch.logit_rows))
-        return logits
+            if outputs is not None and index in outputs:
+                outputs[index] = residual + delta
+        return fused.normalise(residual, delta, self._norm, batch.logit_rows)
 
 
 class FusedLayer:

@@ -20,7 +20,8 @@ from specdec.engine.captured import paged_attention as kernels
 from specdec.engine.captured.paged_attention import RaggedRows
 from specdec.engine.model.batch import AttentionKind, StepBatch, opened_blocks
 from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_stack import RowPass
+from specdec.engine.model.llama_stack import StepPass
+from specdec.engine.model.model_runner import LayerOutputs
 from specdec.types import BLOCK_TOKENS
 
 # Of one launch: their partial sums take 134 MB with 32 heads of 128.
@@ -32,23 +33,30 @@ class RaggedSteps:
 
     def __init__(
         self,
-        stack: RowPass,
+        step_pass: StepPass,
         cache: KvCache,
         layer_kinds: Sequence[AttentionKind],
         *,
         takes_whole_prompts: bool = False,
     ) -> None:
-        """takes_whole_prompts: rather than leave a lone prompt to another attention, which adds up in another order."""
-        self._stack = stack
+        """
+        Args:
+            step_pass: of the model.
+            cache: the pool.
+            layer_kinds: of its layers.
+            takes_whole_prompts: rather than leave a lone prompt to another attention, which adds up in another order.
+        """
+        self._pass = step_pass
         self._cache = cache
         self._layer_kinds = tuple(layer_kinds)
         self._takes_whole_prompts = takes_whole_prompts
 
-    def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+    def run(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, LayerOutputs] | None:
         """Runs a step, within inference mode.
 
         Returns:
-            [R, rows of the model's head] logits; None: nothing was run, as the eager pass is better at it.
+            [R, rows of the model's head] logits, and what layers put out; None: nothing was run, as the eager pass is
+            better at it.
         """
         if len(slices) == 1 and slices[0].start == 0 and not self._takes_whole_prompts:
             return None
@@ -72,7 +80,8 @@ class RaggedSteps:
                 table_firsts=_on_device(firsts[sequences], device),
             )
             launches.append((slice(first_row, first_row + first_rows[-1]), rows))
-        return self._stack(batch, _LaunchedContext(batch, self._cache, self._layer_kinds, launches))
+        logits, outputs = self._pass(batch, _LaunchedContext(batch, self._cache, self._layer_kinds, launches))
+        return logits, LayerOutputs(outputs, batch.slots)
 
 
 @dataclass(frozen=True, slots=True)

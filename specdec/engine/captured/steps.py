@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 
 import torch
 
@@ -29,14 +31,18 @@ from specdec.engine.captured.paged_attention import PagedAttention
 from specdec.engine.captured.ragged_steps import RaggedSteps
 from specdec.engine.captured.static_attention import StaticAttention
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
+from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_stack import LlamaStack, RowPass
-from specdec.engine.model.model_runner import ForwardPass
+from specdec.engine.model.llama_stack import LlamaStack, RowForward, RowPass, StepPass
+from specdec.engine.model.model_runner import FULL, ForwardPass, LayerOutputs
 from specdec.engine.model.options import AUTO, CAPTURED, PAGED, Capture, CompileOptions, GraphSource, first_line
 from specdec.engine.model.start_progress import shown
 from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
+
+# A draft step has one row of each session.
+_DRAFT_ROWS = (1,)
 
 
 def wants_capture(options: CompileOptions, device: torch.device) -> bool:
@@ -57,7 +63,10 @@ def capture_steps(
     forward: ForwardPass,
     shape: ModelShape,
     all_agree: Callable[[bool], bool] = bool,
-) -> CapturedSteps | None:
+    *,
+    taps: Sequence[int] = (),
+    exits: Mapping[str, EarlyExit] = MappingProxyType({}),
+) -> dict[str, CapturedSteps]:
     """Records the steps of a service that `wants_capture`.
 
     Args:
@@ -66,9 +75,11 @@ def capture_steps(
         forward: its eager pass.
         shape: the worker's.
         all_agree: whether all who run these steps together say so; each of them asks the same questions.
+        taps: layers whose outputs full steps hand over.
+        exits: whose draft steps are captured too, by the name of the local draft.
 
     Returns:
-        None where steps stay eager, which one log line says.
+        Full steps as `FULL`, and those of `exits`; nothing where steps stay eager, which one log line says.
 
     Raises:
         Unsupported: they were asked for, by name or for their promise, and cannot be captured.
@@ -81,7 +92,7 @@ def capture_steps(
         if asked_for_by:
             raise Unsupported(problem, field=asked_for_by)
         _log.info("%s: it runs eagerly", problem)
-        return None
+        return {}
     device = source.cache.layers[0].blocks.device
     began_s = time.monotonic()
     try:
@@ -94,31 +105,44 @@ def capture_steps(
             shape.max_context_tokens,
             all_agree,
         )
-        buckets = Buckets(options.row_counts, attention.context_steps, shape.max_context_tokens)
-        ragged = None
         stack: RowPass = forward
         if isinstance(attention, PagedAttention):
             stack = fuse_stack(forward, source.cache, attention, capture, all_agree) or stack
-            takes_all = options.is_deterministic
-            ragged = RaggedSteps(stack, source.cache, source.layer_kinds, takes_whole_prompts=takes_all)
         elif options.is_deterministic:
             raise RuntimeError("--deterministic needs paged attention")
-        steps = CapturedSteps(stack, source.cache, attention, buckets, shape.vocabulary_size, ragged)
-        steps.record(capture, all_agree)
+        passes: dict[str, StepPass] = {FULL: partial(stack.with_outputs, layers=taps)}
+        passes |= {name: _untapped(stack.early_exit(early_exit)) for name, early_exit in exits.items()}
+        captured = {}
+        for name, step_pass in passes.items():
+            row_counts = _DRAFT_ROWS if name in exits else options.row_counts
+            buckets = Buckets(row_counts, attention.context_steps, shape.max_context_tokens)
+            ragged = None
+            if isinstance(attention, PagedAttention):
+                ragged = RaggedSteps(step_pass, source.cache, source.layer_kinds,
+                                     takes_whole_prompts=options.is_deterministic)  # fmt: skip
+            num_taps = 0 if name in exits else len(taps)
+            steps = CapturedSteps(step_pass, source.cache, attention, buckets, shape.vocabulary_size, ragged,
+                                  num_taps=num_taps, hidden_size=forward.hidden_size)  # fmt: skip
+            steps.record(capture, all_agree)
+            captured[name] = steps
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
         problem = f"steps cannot be captured here: {first_line(error)}"
         if asked_for_by:
             raise Unsupported(problem, field=asked_for_by) from error
         _log.warning("%s; they run eagerly", problem)
-        return None
+        return {}
     _log.info(
         "captured %d of %d step graphs with %s attention in %.1f s",
-        steps.num_recorded,
-        steps.num_recorded + steps.num_without_room,
+        num_recorded := sum(steps.num_recorded for steps in captured.values()),
+        num_recorded + sum(steps.num_without_room for steps in captured.values()),
         attention.name,
         time.monotonic() - began_s,
     )
-    return steps
+    return captured
+
+
+def _untapped(forward: RowForward) -> StepPass:
+    return lambda batch, context: (forward(batch, context), [])
 
 
 class CapturedSteps:
@@ -126,24 +150,29 @@ class CapturedSteps:
 
     def __init__(
         self,
-        stack: RowPass,
+        step_pass: StepPass,
         cache: KvCache,
         attention: StaticAttention,
         buckets: Buckets,
         vocabulary_size: int,
         ragged: RaggedSteps | None = None,
+        *,
+        num_taps: int = 0,
+        hidden_size: int = 0,
     ) -> None:
         """Allocates the buffers.
 
         Args:
-            stack: the pass.
+            step_pass: of the model.
             cache: the pool; its last block is the scratch block, which no sequence may have.
             attention: over `cache`.
             buckets: what to record.
             vocabulary_size: of each row of logits so many are kept.
             ragged: runs what no recording holds; None: the eager pass does.
+            num_taps: layers whose outputs `step_pass` gives.
+            hidden_size: of those.
         """
-        self._stack = stack
+        self._pass = step_pass
         self._attention = attention
         self._ragged = ragged
         self._buckets = buckets
@@ -157,6 +186,10 @@ class CapturedSteps:
             most_numbers[bucket.width == 1] = max(most_numbers[bucket.width == 1], size)
         self._numbers = [StepNumbers(most, pool.device) for most in most_numbers]
         self._logits = torch.zeros(most_rows, vocabulary_size, dtype=torch.float32, device=pool.device)
+        self._hidden = [torch.zeros(most_rows, hidden_size, dtype=pool.dtype, device=pool.device)
+                        for _ in range(num_taps)]  # fmt: skip
+        self.outputs = LayerOutputs((), self._numbers[0].on_device[:0])
+        """Of the step that was run last."""
         self._steps: dict[Bucket, tuple[StaticInputs, Callable[[], None]]] = {}
         self._newest: StaticInputs | None = None
         self.num_without_room = 0
@@ -199,8 +232,11 @@ class CapturedSteps:
     def _step_of(self, inputs: StaticInputs) -> Callable[[], None]:
         def step() -> None:
             batch, context = self._attention.lay_out(inputs)
-            logits = self._stack(batch, context)[:, : self._logits.shape[1]]
+            logits, outputs = self._pass(batch, context)
+            logits = logits[:, : self._logits.shape[1]]
             self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # most ranks of several have a part of them
+            for kept, output in zip(self._hidden, outputs, strict=True):
+                kept[: len(output)].copy_(output)
 
         return step
 
@@ -213,12 +249,21 @@ class CapturedSteps:
         bucket = self._buckets.smallest_for(slices)
         self._newest = None
         if bucket not in self._steps:
-            return None if self._ragged is None else self._ragged.run(slices)
+            return self._run_unrecorded(slices)
         inputs, replay = self._steps[bucket]
         inputs.fill(slices)
         replay()
         self._newest = inputs
+        slots = inputs.on_device.slots.view(-1)
+        self.outputs = LayerOutputs([kept[: len(slots)] for kept in self._hidden], slots)
         return self._logits[: sum(piece.num_logit_rows for piece in slices)]
+
+    def _run_unrecorded(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        step = None if self._ragged is None else self._ragged.run(slices)
+        if step is None:
+            return None
+        logits, self.outputs = step
+        return logits
 
     @property
     def may_follow(self) -> bool:

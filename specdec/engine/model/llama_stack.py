@@ -22,7 +22,6 @@ from specdec.engine.model.batch import StepBatch
 from specdec.engine.model.cuda_settings import release_freed
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
-from specdec.engine.model.model_runner import ForwardPass
 from specdec.engine.model.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -30,11 +29,29 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 
 
-class RowPass(Protocol):
-    """What computes a model whose keys and values lie as the cache stores them."""
+#: Logits [R, rows of the model's head], and the outputs [T, hidden] of some layers.
+StepPass = Callable[[StepBatch, RowContext], tuple[torch.Tensor, list[torch.Tensor]]]
+
+
+class RowForward(Protocol):
+    """A forward pass whose keys and values lie as the cache stores them."""
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
         """Logits [R, rows of the model's head] of `batch.logit_rows`."""
+        ...
+
+
+class RowPass(RowForward, Protocol):
+    """What computes a whole model so."""
+
+    def with_outputs(
+        self, batch: StepBatch, context: RowContext, layers: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See `engine.model.model_runner.TappedPass`."""
+        ...
+
+    def early_exit(self, early_exit: EarlyExit) -> RowForward:
+        """The forward pass of draft steps that end early."""
         ...
 
 
@@ -48,6 +65,7 @@ class LlamaStack:
         self.embed: Callable[[torch.Tensor], torch.Tensor] = partial(embedding, weight=weight)
         self.rotary = inner.rotary_emb
         self.norm = StackNorm(inner.norm)
+        self.hidden_size = int(weight.shape[1])
         self.layers = []
         for index in range(len(inner.layers)):
             self.layers.append(StackLayer(inner.layers[index], index, kinds.inner))
@@ -81,8 +99,8 @@ class LlamaStack:
         logits: torch.Tensor = self.head(self.norm(self._run(batch, context, len(self.layers), outputs)))
         return logits, list(outputs.values())
 
-    def early_exit(self, early_exit: EarlyExit) -> ForwardPass:
-        """The forward pass of draft steps that end early."""
+    def early_exit(self, early_exit: EarlyExit) -> RowForward:
+        """See `RowPass.early_exit`."""
         adapter = early_exit.adapter or (lambda normed: normed)
 
         def forward(batch: StepBatch, context: RowContext) -> torch.Tensor:

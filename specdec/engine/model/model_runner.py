@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -69,8 +69,20 @@ class LocalHead(Protocol):
         ...
 
 
+class LayerOutputs(NamedTuple):
+    """What layers put out in a step of T rows, which may be more than its tokens."""
+
+    hidden: Sequence[torch.Tensor]
+    """[T, H] of each layer, valid until the next step."""
+    slots: torch.Tensor
+    """int64 [T], where the rows' tokens lie; those of rows that are no token's are nobody's."""
+
+
 class RecordedSteps(Protocol):
     """Steps that need not be laid out to be run."""
+
+    outputs: LayerOutputs
+    """Of the step that was run last, of the layers that it was to tap."""
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
         """[R, at least vocabulary_size] logits in the head's dtype, valid until the next step; None: none of those."""
@@ -88,6 +100,15 @@ class RecordedSteps(Protocol):
     def follow_up(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Further steps of the sequences of the step that was run last: from tokens, int64 [B], to logits."""
         ...
+
+
+#: The name of full steps among those that are recorded.
+FULL = ""
+
+
+def tapped_layers(heads: Mapping[str, LocalHead]) -> tuple[int, ...]:
+    """The layers whose outputs a full step hands to heads, ascending."""
+    return tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
 
 
 class TransformersForward:
@@ -136,7 +157,7 @@ class ModelRunner(Worker):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        recorded: RecordedSteps | None = None,
+        recorded: Mapping[str, RecordedSteps] = MappingProxyType({}),
         drafts: Mapping[str, ForwardPass] = MappingProxyType({}),
         heads: Mapping[str, LocalHead] = MappingProxyType({}),
     ) -> None:
@@ -148,16 +169,17 @@ class ModelRunner(Worker):
             shape: what is told of the worker.
             dtype: of the model.
             device: where it is.
-            recorded: asked first; what it does not take goes to `forward`.
+            recorded: of full steps (`FULL`) and draft steps, by the name of the local draft: asked first; what they do
+                not take goes to `forward` and `drafts`.
             drafts: forward passes of draft steps, by the name of the local draft.
             heads: what runs draft steps by itself, likewise.
         """
         self.shape = shape
         self._drafts = drafts
         self._heads = heads
-        self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
+        self._tapped = tapped_layers(heads)
         self._recorded = recorded
-        self.may_draft = recorded is not None and recorded.may_follow
+        self.may_draft = FULL in recorded and recorded[FULL].may_follow
         self._forward = forward
         self._cache = cache
         self._kinds = tuple(dict.fromkeys(layer_kinds))
@@ -180,7 +202,7 @@ class ModelRunner(Worker):
 
     def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
         """Runs a step and those that follow it; see `engine.base.Worker.draft`."""
-        recorded = self._recorded
+        recorded = self._recorded.get(FULL)
         if recorded is None or plan.local_draft or plan.block_copies or not recorded.can_follow(plan.slices):
             return False
         with torch.inference_mode():
@@ -196,9 +218,12 @@ class ModelRunner(Worker):
         """[R, at least vocabulary_size] logits in the model's dtype."""
         if plan.local_draft in self._heads:
             return self._heads[plan.local_draft].draft(plan)
-        if self._recorded is not None and not plan.local_draft:
-            logits = self._recorded.run(plan.slices)
+        recorded = self._recorded.get(plan.local_draft)
+        if recorded is not None:
+            logits = recorded.run(plan.slices)
             if logits is not None:
+                if not plan.local_draft:
+                    self._note(plan, recorded.outputs)
                 return logits
         batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
         context = PagedContext(batch, self._cache, self._kind_of_layer)
@@ -207,9 +232,14 @@ class ModelRunner(Worker):
         if not self._heads:
             return self._forward(batch, context)
         logits, outputs = cast(TappedPass, self._forward).with_outputs(batch, context, self._tapped)
-        for head in self._heads.values():
-            head.note_step(plan, [outputs[self._tapped.index(layer)] for layer in head.feature_layers], batch.slots)
+        self._note(plan, LayerOutputs(outputs, batch.slots))
         return logits
+
+    def _note(self, plan: StepPlan, outputs: LayerOutputs) -> None:
+        """Gives the heads what the layers put out in a full step."""
+        for head in self._heads.values():
+            own = [outputs.hidden[self._tapped.index(layer)] for layer in head.feature_layers]
+            head.note_step(plan, own, outputs.slots)
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""

@@ -167,7 +167,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         source = GraphSource(shards.model, kinds, cache, shape.model_fingerprint, shape.dtype)
         forward = shards.forward_pass(projection_kinds(shards.model, is_int8, compiling),
                                       sums_in_order=compiling.is_deterministic)  # fmt: skip
-        recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if is_captured else None
+        recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if is_captured else {}
         own = ModelRunner(forward, cache, kinds, shape, dtype=shards.model.dtype, device=ranks.device,
                           recorded=recorded)  # fmt: skip
     ranks.meet("ready")
