@@ -56,7 +56,8 @@ class _Replica:
             self._flags += ["--metrics", join_address(placement.address, placement.free_port)]
         self._environ = only(os.environ, CALLER_VARIABLES)
         if _LOOPBACK_INTERFACE.exists():
-            self._environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE.name
+            variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            self._environ |= dict.fromkeys(variables, _LOOPBACK_INTERFACE.name)
         self._events: SimpleQueue[_Event] = SimpleQueue()
 
     def run(self, say: TextIO) -> int:

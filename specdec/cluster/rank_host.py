@@ -18,7 +18,19 @@ from specdec.cluster.service_process import outcome_of, start_service
 #: leave variables that torch and transformers would believe, and Ray has some of its own.
 NODE_VARIABLES = (
     *("PATH", "HOME", "USER", "LANG", "LC_", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
-    *("CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "HF_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *(
+        "CUDA_",
+        "NVIDIA_",
+        "NCCL_",
+        "TORCH_NCCL_",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "GLOO_",
+        "HF_",
+        "SSL_CERT_",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "NO_PROXY",
+    ),
 )
 CALLER_VARIABLES = ("HF_", "SPECDEC_", "TOKENIZERS_", "OMP_", "GOMP_", "KMP_", "MKL_", "GRPC_")
 

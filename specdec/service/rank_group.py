@@ -187,5 +187,5 @@ def _environment(environ: Mapping[str, str], settings: ReplicaSettings) -> dict[
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shared = {"OMP_NUM_THREADS": str(max(1, num_cores // settings.tensor_parallel))}
     if os.path.exists("/sys/class/net/lo"):  # all of them are on this machine
-        shared["GLOO_SOCKET_IFNAME"] = "lo"
+        shared |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {**shared, **environ, **own}

@@ -1,4 +1,4 @@
-"""What ranks do together within a recorded step: on one GPU it records and runs again, among several it adds up."""
+"""What ranks do together in a recorded step. Of one rank torch alone records it: NCCL has nothing to send."""
 
 from __future__ import annotations
 

@@ -110,6 +110,11 @@ class RankRig:
         self._worker = outcome
         return outcome
 
+    def kill(self) -> None:
+        """Ends the others, who wait for nobody any more."""
+        for child in self._children:
+            child.kill()
+
     def _close_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()

@@ -20,7 +20,7 @@ from specdec.engine.captured.static_attention import GatheredAttention, StaticAt
 from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerShape
-from specdec.engine.model.options import GATHERED, PAGED, Capture, first_line
+from specdec.engine.model.options import GATHERED, PAGED, Agreement, Capture, first_line
 from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def choose_attention(
     capture: Capture,
     wanted: str | None,
     max_context_tokens: int,
-    all_agree: Callable[[bool], bool] = bool,
+    all_agree: Agreement | None = None,
 ) -> StaticAttention:
     """The attention that steps of these layers are captured with.
 
@@ -63,9 +63,10 @@ def choose_attention(
     if (wanted or (PAGED if is_cuda else GATHERED)) == GATHERED:
         return GatheredAttention(cache, layer_kinds)
     problem = _problem_of_kernels(cache, layer_kinds, capture)
-    if all_agree(problem is None):
+    if all_agree is not None and not all_agree(problem is None):
+        problem = problem or "paged attention does not run on another rank"
+    if problem is None:
         return PagedAttention(cache, layer_kinds, max_context_tokens)
-    problem = problem or "paged attention does not run on another rank"
     _log.warning("%s; steps gather their blocks instead, which is slower with long contexts", problem)
     return GatheredAttention(cache, layer_kinds)
 

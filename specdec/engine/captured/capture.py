@@ -55,6 +55,7 @@ class CudaCapture:
                     raise failure from None  # ending a recording that has failed fails as well, and says less
                 raise
             finally:
+                failure = None  # or else its frames, and what the step allocated, live until they are collected
                 if collects:
                     gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

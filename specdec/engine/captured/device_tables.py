@@ -63,11 +63,14 @@ class DeviceTables:
             self._copied.synchronize()  # nothing is written that is still being copied
         changed_at[:], changed_to[:] = self.padding_entry, self._scratch_block
         num_changes, firsts = 0, []
-        for piece in slices:
-            row, table = self._row(piece), piece.block_table if piece.table is None else piece.table
+        for index, piece in enumerate(slices):
+            # A rank that follows knows no tables, only ids; sessions mostly keep their place in the step.
+            row = self._row(("place", index) if piece.table is None else piece.table.key)
+            table = piece.block_table if piece.table is None else piece.table
             first, end = row * self._row_blocks, min(len(table), self._row_blocks)
             # Asked whether or not the row is new: what was kept is counted from here on.
-            begin = 0 if piece.table is None else min(piece.table.take_kept(), self._num_right[row])
+            num_kept = self._num_equal(first, piece.block_table) if piece.table is None else piece.table.take_kept()
+            begin = min(num_kept, self._num_right[row])
             self._num_right[row] = end
             firsts.append(first)
             if begin >= end:
@@ -86,9 +89,7 @@ class DeviceTables:
         """Puts a step's changes, on the device, where they belong; again and again if need be."""
         self.on_device.index_copy_(0, changed_at, changed_to)
 
-    def _row(self, piece: SequenceSlice) -> int:
-        # A slice without a table of its own is known to nobody a step later.
-        key = object() if piece.table is None else piece.table.key
+    def _row(self, key: object) -> int:
         row = self._row_of.get(key)
         if row is None:
             row = len(self._row_of) if len(self._row_of) < _NUM_ROWS else self._row_of.popitem(last=False)[1]
@@ -96,6 +97,12 @@ class DeviceTables:
             self._num_right[row] = 0
         self._row_of.move_to_end(key)
         return row
+
+    def _num_equal(self, first: int, block_ids: Sequence[int]) -> int:
+        """How many of a table's first ids already stand in the row that begins at `first`."""
+        ids = np.asarray(block_ids[: self._row_blocks])
+        differing = np.flatnonzero(self.host[first : first + len(ids)] != ids)
+        return int(differing[0]) if len(differing) else len(ids)
 
     def _copy(self, begin: int, end: int) -> None:
         self.on_device[begin:end].copy_(self._pinned[begin:end], non_blocking=True)

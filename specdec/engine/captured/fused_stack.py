@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -28,7 +28,7 @@ from specdec.engine.model.batch import StepBatch
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack, RowForward, StackLayer, StackNorm
-from specdec.engine.model.options import Capture, first_line
+from specdec.engine.model.options import Agreement, Capture, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def fuse_stack(
     cache: KvCache,
     attention: PagedAttention,
     capture: Capture,
-    all_agree: Callable[[bool], bool] = bool,
+    all_agree: Agreement | None = None,
 ) -> FusedStack | None:
     """The pass in fewer kernels, where a trial of its first layer shows that they are right on this device.
 
@@ -155,16 +155,23 @@ def fuse_stack(
 
     Returns:
         None, after one warning, where they are not.
+
+    Raises:
+        Exception: they failed, and others wait for them.
     """
     try:
         with torch.inference_mode():
             error = _relative_error(stack, cache, attention, capture)
         problem = f"fused kernels are off by {error:.2g} here" if error > _TRIAL_TOLERANCE else None
     except Exception as failure:  # the compiler, a driver or the device's memory
+        if all_agree is not None:  # the others are in the middle of a step, and wait
+            raise
         problem = f"fused kernels do not run here: {first_line(failure)}"
-    if all_agree(problem is None):
+    if all_agree is not None and not all_agree(problem is None):
+        problem = problem or "fused kernels are off on another rank"
+    if problem is None:
         return FusedStack(stack, cache)
-    _log.warning("%s; steps take more kernels instead", problem or "fused kernels do not run on another rank")
+    _log.warning("%s; steps take more kernels instead", problem)
     return None
 
 

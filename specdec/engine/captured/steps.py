@@ -11,7 +11,6 @@ Not here: the arithmetic, which is the eager pass's own (`engine.model.llama_sta
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,16 @@ from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack, RowForward, RowPass, StepPass
 from specdec.engine.model.model_runner import FULL, ForwardPass, LayerOutputs
-from specdec.engine.model.options import AUTO, CAPTURED, PAGED, Capture, CompileOptions, GraphSource, first_line
+from specdec.engine.model.options import (
+    AUTO,
+    CAPTURED,
+    PAGED,
+    Agreement,
+    Capture,
+    CompileOptions,
+    GraphSource,
+    first_line,
+)
 from specdec.engine.model.start_progress import shown
 from specdec.errors import Unsupported
 
@@ -62,7 +70,7 @@ def capture_steps(
     source: GraphSource,
     forward: ForwardPass,
     shape: ModelShape,
-    all_agree: Callable[[bool], bool] = bool,
+    all_agree: Agreement | None = None,
     *,
     taps: Sequence[int] = (),
     exits: Mapping[str, EarlyExit] = MappingProxyType({}),
@@ -74,7 +82,9 @@ def capture_steps(
         source: the model, as it was loaded; its cache has one block more than `shape` says.
         forward: its eager pass.
         shape: the worker's.
-        all_agree: whether all who run these steps together say so; each of them asks the same questions.
+        all_agree: whether all who run these steps together say so; each of them asks the same questions. None: nobody
+            else runs them. Where somebody does, a failure in the middle of a step, as for want of memory, is final:
+            the others wait in it.
         taps: layers whose outputs full steps hand over.
         exits: whose draft steps are captured too, by the name of the local draft.
 
@@ -123,7 +133,7 @@ def capture_steps(
             num_taps = 0 if name in exits else len(taps)
             steps = CapturedSteps(step_pass, source.cache, attention, buckets, shape.vocabulary_size, ragged,
                                   num_taps=num_taps, hidden_size=forward.hidden_size)  # fmt: skip
-            steps.record(capture, all_agree)
+            steps.record(capture, may_lack_room=all_agree is None)
             captured[name] = steps
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
         problem = f"steps cannot be captured here: {first_line(error)}"
@@ -199,10 +209,15 @@ class CapturedSteps:
     def num_recorded(self) -> int:
         return len(self._steps)
 
-    def record(self, capture: Capture, all_agree: Callable[[bool], bool] = bool) -> None:
+    def record(self, capture: Capture, *, may_lack_room: bool) -> None:
         """Records the buckets, largest first, while the buffers hold nothing but padding.
 
-        One that the device's memory is too small for stays eager; `all_agree`: see `capture_steps`.
+        Args:
+            capture: records.
+            may_lack_room: whether a bucket that the device's memory is too small for stays eager.
+
+        Raises:
+            OutOfMemoryError: the memory is too small, and it may not.
         """
         parts = [list(part) for _, part in groupby(self._buckets.largest_first(), lambda bucket: bucket.num_sequences)]
         with torch.inference_mode():
@@ -212,12 +227,11 @@ class CapturedSteps:
                         bucket, self._numbers[bucket.width == 1], self._scratch_block, self._attention.tables
                     )
                     inputs.fill(())
-                    replay = None
-                    with contextlib.suppress(torch.OutOfMemoryError):
-                        replay = capture(self._step_of(inputs))
-                    if all_agree(replay is not None) and replay is not None:
-                        self._steps[bucket] = inputs, replay
-                    else:
+                    try:
+                        self._steps[bucket] = inputs, capture(self._step_of(inputs))
+                    except torch.OutOfMemoryError:
+                        if not may_lack_room:
+                            raise
                         self.num_without_room += 1
             self._prepare_follow_up()
 

@@ -241,6 +241,10 @@ class ModelRunner(Worker):
             own = [outputs.hidden[self._tapped.index(layer)] for layer in head.feature_layers]
             head.note_step(plan, own, outputs.slots)
 
+    def close(self) -> None:
+        """Lets go of what was recorded: a group of ranks cannot end before its sums are in no recording any more."""
+        self._recorded = {}
+
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""
         return self._cache.copies.read(block_ids)

@@ -48,6 +48,10 @@ def row_counts(max_rows: int) -> tuple[int, ...]:
     return tuple(count for count, below in zip(_ROW_COUNTS, (0, *_ROW_COUNTS), strict=False) if below < max_rows)
 
 
+#: Whether all who run a model's steps together say so, of what each of them has found out.
+Agreement = Callable[[bool], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
     """What a service compiles."""

@@ -31,3 +31,4 @@ def follow(ranks: RankGroup, worker: Worker, tier: ColdTier | None = None) -> No
             worker.execute(plan)
         elif kind != NOTHING and not parts.hear(message, ranks.smallest):
             raise RuntimeError(f"a message of the unknown kind {kind}")
+    worker.close()

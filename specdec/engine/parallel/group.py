@@ -8,6 +8,7 @@ of the store before anybody else is told of it, so there is no port to guess and
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,9 @@ STEP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 600.0
 #: Ranks start and load at different speeds, and the first to be done waits for the last.
 _LOAD_TIMEOUT_S = 3600.0
+#: All connections at once instead of each when it is first needed, while steps are recorded, say; and no buffers of
+#: recordings that are registered beyond the step.
+_NCCL_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_GRAPH_REGISTER": "0"}
 # Words of a message that travel at once; a plan of a few sequences has fewer.
 _FIRST_WORDS = 1024
 
@@ -78,6 +82,8 @@ class RankGroup:
         self._first_words = self._first.numpy()
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            for name, value in _NCCL_SETTINGS.items():
+                os.environ.setdefault(name, value)
         self.meet("here")
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
@@ -86,6 +92,8 @@ class RankGroup:
             world_size=seat.num_ranks,
             timeout=timedelta(seconds=STEP_TIMEOUT_S),
         )
+        if device.type == "cuda":  # connections take memory of the device: before anybody counts what is left
+            self.gather_first(self.add_up(torch.zeros(1, 1, device=device)))
 
     @property
     def is_first(self) -> bool:

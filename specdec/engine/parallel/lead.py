@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,14 +20,32 @@ from numpy.typing import NDArray
 
 from specdec.engine.base import StepPlan, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
-from specdec.engine.parallel.group import RankGroup
+from specdec.engine.parallel.group import STEP_TIMEOUT_S, RankGroup
 from specdec.engine.parallel.lead_tier import LeadTier
 from specdec.engine.parallel.lifeline import Lifeline
 from specdec.engine.parallel.messages import END, NOTHING, PartState, Words, pack_plan
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, Unavailable
 
 #: Between two messages that say nothing; well below the time after which a group gives a silent rank up.
 KEEP_ALIVE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Step:
+    """The newest step."""
+
+    began_s: float
+    has_ended: Callable[[], bool]
+    """On the device; asked from another thread."""
+
+
+def _end_on_device(logits: torch.Tensor) -> Callable[[], bool]:
+    """Whether the device has got as far as what was asked of it up to now."""
+    if not logits.is_cuda:
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(logits.device))
+    return event.query
 
 
 class LeadWorker(Worker):
@@ -47,6 +67,7 @@ class LeadWorker(Worker):
         self._lost: WorkerLost | None = None  # guarded
         self._note_lost: Callable[[WorkerLost], None] | None = None  # guarded
         self._ended = threading.Event()
+        self._newest = _Step(time.monotonic(), lambda: True)
         lifeline.watch(self._note)
         threading.Thread(target=self._keep_alive, name="keep-ranks-alive", daemon=True).start()
 
@@ -56,8 +77,11 @@ class LeadWorker(Worker):
             if self._lost is not None:
                 raise self._lost
             try:
+                self._newest = step = _Step(time.monotonic(), lambda: False)
                 self._ranks.send(pack_plan(plan))
-                return self._own.execute(plan)
+                logits = self._own.execute(plan)
+                step.has_ended = _end_on_device(logits)
+                return logits
             except Exception as error:
                 raise self._lose(error) from error
 
@@ -89,6 +113,7 @@ class LeadWorker(Worker):
             self._lifeline.close()
             if self._lost is None:
                 self._say(END)
+            self._own.close()
 
     def _tell(self, message: Words) -> None:
         """Gives the other ranks a message; once the group is lost, nobody: that is found out otherwise."""
@@ -116,9 +141,24 @@ class LeadWorker(Worker):
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(KEEP_ALIVE_S):
-            with self._sending:
-                if not self._ended.is_set() and self._lost is None:
-                    self._say(NOTHING)
+            self._look_at_device()
+            if self._sending.acquire(timeout=KEEP_ALIVE_S):  # a step that hangs may hold it
+                try:
+                    if not self._ended.is_set() and self._lost is None:
+                        self._say(NOTHING)
+                finally:
+                    self._sending.release()
+
+    def _look_at_device(self) -> None:
+        """Gives the group up where a device hangs: nobody else watches sums over ranks that are part of a recording."""
+        step = self._newest
+        if time.monotonic() - step.began_s < STEP_TIMEOUT_S or self._lost is not None:
+            return
+        try:
+            if not step.has_ended():
+                self._lose(Unavailable(f"a step has not ended on the devices of all ranks within {STEP_TIMEOUT_S:g} s"))
+        except RuntimeError as error:
+            self._lose(error)
 
     def _say(self, kind: int) -> None:
         try:

@@ -2,8 +2,8 @@
 
 A rank that ends closes its connections, and its peers know within milliseconds, whatever they wait for; one that stands
 still (SIGSTOP, a machine that is gone) falls silent. A rank that fails says why before it goes. Not here: what becomes
-of a rank that has lost its group (`specdec.service.rank`), and a device that hangs while its process lives, which the
-group's own timeout finds.
+of a rank that has lost its group (`specdec.service.rank`), and a device that hangs while its process lives (`lead`, and
+the group's own timeout).
 
     beat: "\\n"      last words: a JSON object and "\\n"      leaving in order: "bye\\n"
 """

@@ -105,3 +105,18 @@ def test_a_table_is_changed_at_its_end_alone() -> None:
     del table[1:]
     table.append(7)
     assert (table.first(2), table.take_kept(), table.take_kept()) == ((4, 7), 0, 2)
+
+
+def test_of_ids_alone_a_step_brings_those_that_differ() -> None:
+    """As a rank has them that follows: sessions keep their places in most steps."""
+
+    def known(*block_ids: int) -> SequenceSlice:
+        return SequenceSlice((1,), 0, block_ids, 1)
+
+    kept = Kept()
+    kept.step(known(1, 2, 3), known(4, 5))
+    assert len(kept.copied) == 1  # the step itself brings two entries a session, and four it had room for
+    for one, other, num_changes in (((1, 2, 3), (4, 5), 0), ((1, 2, 3, 9), (4, 5), 1), ((1, 2), (4, 6), 1),
+                                    ((1, 2, 3, 9), (4, 6), 2), ((4, 6), (1, 2, 3, 9), None)):  # fmt: skip
+        kept.step(known(*one), known(*other))
+        assert num_changes is None or (kept.num_changes, kept.copied) == (num_changes, [])
