@@ -150,22 +150,30 @@ class Generations:
         began = time.perf_counter()
         session_id = request.session_id or f"s-{secrets.token_hex(12)}"
         lock = self._locks.setdefault(session_id, asyncio.Lock())
-        async with lock:
-            running = self._running.get(session_id)
-            if running is not None and not _is_about(request, running):
-                await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
-            if running is not None and (running.is_cancelled or running.stream.is_over):
-                await asyncio.wait([running.task])
-            elif running is not None:
-                return await self._join(running, request)
-            self._check_admission()
-            self._num_admitting += 1
-            self._metrics.request_waiting(+1)
-            try:
-                return await self._admit(replace(request, session_id=session_id), began)
-            finally:
-                self._num_admitting -= 1
-                self._metrics.request_waiting(-1)
+        has_waited = False
+        while True:
+            async with lock:
+                running = self._running.get(session_id)
+                if running is not None and (running.is_cancelled or running.stream.is_over):
+                    await asyncio.wait([running.task])
+                    running = None
+                if running is None:
+                    return await self._admit_counted(replace(request, session_id=session_id), began)
+                if has_waited or _is_about(request, running):
+                    return await self._join(running, request)
+            # Not under the lock: those who read what runs, or end it, need not stand behind those who wait for it.
+            await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
+            has_waited = True
+
+    async def _admit_counted(self, request: GenerationRequest, began: float) -> Subscription:
+        self._check_admission()
+        self._num_admitting += 1
+        self._metrics.request_waiting(+1)
+        try:
+            return await self._admit(request, began)
+        finally:
+            self._num_admitting -= 1
+            self._metrics.request_waiting(-1)
 
     async def record(self, session_id: str) -> SessionRecord:
         """A session's record. Raises NotFound."""

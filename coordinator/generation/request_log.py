@@ -76,16 +76,22 @@ async def read_logged_request(
 async def _read_turn(store: SessionStore, session_id: str) -> tuple[SessionRecord, list[int]]:
     """A record with a request, and no fewer tokens than were there by then. Raises NotFound where there is none.
 
-    They are read one after the other, and once more where the session has changed hands between them: the tokens may be
-    another turn's, or those of another session of that id.
+    They are read one after the other, and once more where the session has changed hands or got another request between
+    them: the tokens may be another turn's, or those of another session of that id. Who takes a session raises its epoch
+    before the next request's beginning is written.
     """
     record, token_ids = await store.load(session_id), []
     while record is not None and record.request is not None:
         token_ids = (await store.read_tokens(session_id)).tolist()
         before, record = record, await store.load(session_id)
-        if record is not None and record.epoch == before.epoch:
+        if record is not None and _writer_of(record) == _writer_of(before):
             return before, token_ids
     raise NotFound(f"session {session_id} has no request to resume", field="session_id")
+
+
+def _writer_of(record: SessionRecord) -> tuple[int, str | None]:
+    """By whom, and for which request, a session was written last."""
+    return record.epoch, None if record.request is None else record.request.request_id
 
 
 def check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:

@@ -63,6 +63,7 @@ class Tails:
         self._store = store
         self._leases = leases
         self._tails: OrderedDict[str, Tail] = OrderedDict()
+        self._mending: dict[str, asyncio.Task[None]] = {}
 
     def remember(
         self,
@@ -89,6 +90,9 @@ class Tails:
     async def mend(self, session_id: str, record: SessionRecord | None) -> SessionRecord | None:
         """The session's record as it was left here, put right in the store where that lost some of it.
 
+        What has begun to be put right is, whoever leaves meanwhile: under a lease that was given back instead, the
+        session would look like one that another has written since.
+
         Args:
             session_id: of a session that no generation here runs on.
             record: as just loaded.
@@ -97,6 +101,9 @@ class Tails:
             SessionLost: the store lost more than is remembered.
             SessionBusy: another owner holds the session.
         """
+        if (mending := self._mending.get(session_id)) is not None:
+            await asyncio.wait([mending])
+            record = await self._store.load(session_id)
         tail = self._tails.get(session_id)
         if tail is None:
             return record
@@ -106,6 +113,14 @@ class Tails:
         if tail.is_whole_in(record):
             return replace(record, was_left=True)
         lost = await self._missing_of(tail, session_id, record)
+        task = asyncio.create_task(self._put_back(tail, record, lost))
+        self._mending[session_id] = task
+        task.add_done_callback(lambda _: self._mending.pop(session_id).cancelled() or task.exception())
+        await asyncio.shield(task)
+        return await self._store.load(session_id)
+
+    async def _put_back(self, tail: Tail, record: SessionRecord, lost: TokenIds) -> None:
+        session_id = record.session_id
         # A lease of ours that nobody runs under was given back, and the store has forgotten that as well.
         owner = record.owner if self._leases.is_ours(record.owner) else ""
         lease = await self._leases.acquire(session_id, create=False, owner=owner)
@@ -114,8 +129,7 @@ class Tails:
         try:
             is_mended = await self._repair(lease, record, tail.request, lost)
         finally:
-            await asyncio.shield(self._release(lease, left=is_mended or lease.was_left))
-        return await self._store.load(session_id)
+            await self._release(lease, left=is_mended or lease.was_left)
 
     async def _missing_of(self, tail: Tail, session_id: str, record: SessionRecord) -> TokenIds:
         """The tokens that the store lost. Raises SessionLost when what it holds is not what came before them."""

@@ -45,6 +45,7 @@ class KvWriter:
         self._known: OrderedDict[bytes, float] = OrderedDict()  # until when it is believed; changed under _lock
         self._lock = threading.Lock()
         self._offers: queue.Queue[_Offer | None] = queue.Queue(MAX_OFFERS)
+        self._is_closed = False  # of the thread: what was offered before the end has been taken
         self._thread = threading.Thread(target=self._run, name="kv-tier-write", daemon=True)
         self._thread.start()
 
@@ -86,11 +87,12 @@ class KvWriter:
     def _next_offers(self) -> list[_Offer]:
         """Those that wait, or the next; empty once the tier is closed."""
         batch: list[_Offer] = []
-        while len(batch) < MAX_BATCH and (not batch or not self._offers.empty()):
+        while not self._is_closed and len(batch) < MAX_BATCH and (not batch or not self._offers.empty()):
             offer = self._offers.get()
             if offer is None:
-                break
-            batch.append(offer)
+                self._is_closed = True
+            else:
+                batch.append(offer)
         return batch
 
     def _write(self, batch: Sequence[_Offer]) -> None:

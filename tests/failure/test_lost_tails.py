@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from coordinator.generation import tails
 from specdec.errors import SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.state.keys import pack_tokens, session_keys
@@ -20,6 +21,7 @@ from specdec.state.store import SessionRecord
 from specdec.types import FinishReason
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_until, request
+from tests.support.interrupted_store import InterruptedStore, coordinator_on
 from tests.support.redis_fixture import RedisServer
 from tests.support.store_sessions import forget_session
 
@@ -194,3 +196,39 @@ async def test_what_is_no_beginning_of_the_remembered_tail_is_refused_and_stays_
         assert (await rig.store.read_tokens("s")).tolist() == [9] * (HELD - 10)
         record = await record_of(rig)
         assert (record.owner, record.request.turn) == ("", 0)
+
+
+async def test_more_lost_than_is_remembered_is_refused_and_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "MAX_TAIL_TOKENS", 20)
+    async with asyncio.timeout(30), Rig(drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        await coordinator.generate(turn())
+        left = (await rig.store.read_tokens("s"))[: HELD - 30]
+        await rig.store._connection.run_command("SET", session_keys("default", "s")[1], pack_tokens(left))
+        assert (await refusal_of(coordinator, turn(HELD, max_new_tokens=5))).reason == "SESSION_LOST"
+        assert (await rig.store.read_tokens("s")).tolist() == left.tolist()
+
+
+async def test_a_client_that_leaves_while_the_tail_is_being_put_back_does_not_have_it_forgotten(
+    lossy: tuple[RedisServer, Rig],
+) -> None:
+    """The lease that was taken for it has a newer epoch, as one of another coordinator would have."""
+    server, rig = lossy
+    taken, gate = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        taken.set()
+        await gate.wait()
+
+    store = InterruptedStore(rig.store, "nothing")
+    coordinator = await coordinator_on(rig, store, lease_ttl_s=LEASE_TTL_S)
+    await coordinator.generate(turn())
+    await lose_the_tail(server, rig)
+    store.interrupt_next("acquire", after=wait)
+    stream = coordinator.stub.Generate(turn(HELD, max_new_tokens=5))
+    await taken.wait()
+    stream.cancel()
+    await asyncio.sleep(0.2)
+    gate.set()
+    await asyncio.sleep(0.3)
+    assert len((await coordinator.generate(turn(HELD, max_new_tokens=5))).token_ids) == 5

@@ -29,8 +29,13 @@ class InterruptedStore:
         self._before = before
         self._after = after
 
-    def interrupt_next(self, method: str, before: Callable[..., Awaitable[None]]) -> None:
-        self._method, self._before = method, before
+    def interrupt_next(
+        self,
+        method: str,
+        before: Callable[..., Awaitable[None]] | None = None,
+        after: Callable[..., Awaitable[None]] | None = None,
+    ) -> None:
+        self._method, self._before, self._after = method, before, after
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)

@@ -1,0 +1,184 @@
+"""What stands in the way of a request while it is being admitted, and what its being there costs others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+
+from specdec.state.store import Lease, RequestRecord
+from specdec.v1 import coordinator_pb2 as pb
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.interrupted_store import InterruptedStore, coordinator_on, reason_of
+
+
+class Gate:
+    """Where a call of a store waits until it is let on."""
+
+    def __init__(self) -> None:
+        self.reached, self._opened = asyncio.Event(), asyncio.Event()
+
+    async def wait(self, *_: Any) -> None:
+        self.reached.set()
+        await self._opened.wait()
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+async def test_requests_that_are_being_admitted_count_among_those_that_run() -> None:
+    async with asyncio.timeout(20), Rig(drafts=0) as rig:
+        gate = Gate()
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=gate.wait), max_running=1)
+        first = asyncio.create_task(coordinator.generate(request(session_id="a")))
+        await gate.reached.wait()
+        assert await reason_of(coordinator, request(session_id="b")) == "QUEUE_FULL"
+        gate.open()
+        await first
+
+
+async def test_a_session_deleted_while_its_request_is_being_admitted_stays_deleted() -> None:
+    async with asyncio.timeout(20), Rig(drafts=0) as rig:
+        deletions = []
+
+        async def delete(*_: Any) -> None:
+            deletion = coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"), timeout=10)
+            deletions.append(asyncio.ensure_future(deletion))
+            await asyncio.sleep(0.3)
+
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=delete))
+        with contextlib.suppress(grpc.aio.AioRpcError):  # or it ends, and is deleted then
+            await coordinator.generate(request(session_id="s", max_new_tokens=300))
+        await deletions[0]
+        await eventually(lambda: coordinator.generations.num_running == 0)
+        assert await rig.store.load("s") is None
+
+
+async def test_the_next_turn_waits_a_moment_for_one_that_is_about_to_end() -> None:
+    async with asyncio.timeout(20), Rig(drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        stream = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=60))
+        await read_until(stream, 1)
+        rig.target.worker.gate.clear()
+        following = request([9], session_id="s", request_id="b", max_new_tokens=4)
+        second = asyncio.create_task(coordinator.generate(following))
+        await asyncio.sleep(0.05)
+        rig.target.worker.gate.set()
+        assert len((await second).token_ids) == 4
+
+
+async def test_the_next_turn_waits_for_what_one_that_was_left_has_to_put_away() -> None:
+    async with asyncio.timeout(20), Rig(drafts=0) as rig:
+        gate, store = Gate(), InterruptedStore(rig.store, "nothing")
+        coordinator = await coordinator_on(rig, store)
+        stream = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=400))
+        await read_until(stream, 3)
+        store.interrupt_next("release", gate.wait)
+        stream.cancel()
+        await gate.reached.wait()
+        following = request([9], session_id="s", request_id="b", max_new_tokens=4)
+        second = asyncio.create_task(coordinator.generate(following))
+        await asyncio.sleep(0.5)
+        gate.open()
+        assert len((await second).token_ids) == 4
+
+
+async def test_who_reads_or_deletes_what_runs_does_not_stand_behind_those_who_wait_for_it() -> None:
+    """Each of them waits a quarter of a second, all at once."""
+    async with asyncio.timeout(30), Rig(drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        run = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=400, ignore_eos=True))
+        await read_until(run, 1)
+        rig.target.worker.gate.clear()
+        others = [
+            asyncio.create_task(reason_of(coordinator, request(session_id="s", request_id=f"b{index}")))
+            for index in range(20)
+        ]
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        resumed = coordinator.stub.Generate(pb.GenerateRequest(session_id="s", request_id="a", resume_from=1))
+        await resumed.read()
+        assert set(await asyncio.gather(*others)) == {"SESSION_BUSY"}
+        assert time.monotonic() - began < 2.0  # five seconds, one after the other
+        rig.target.worker.gate.set()
+        run.cancel()
+        resumed.cancel()
+
+
+async def test_a_lease_that_was_taken_for_a_request_that_has_ended_meanwhile_is_given_back() -> None:
+    async with asyncio.timeout(30), Rig(drafts=0) as rig:
+        first = await rig.coordinator()
+        stream = first.stub.Generate(request(session_id="s", request_id="r", max_new_tokens=30))
+        held = await read_until(stream, 3)
+
+        async def end(*_: Any) -> None:
+            await read_rest(stream, held)
+            await eventually(lambda: first.generations.num_running == 0)
+
+        second = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=end), lease_ttl_s=5.0)
+        rest = await second.generate(request(None, session_id="s", resume_from=1))
+        assert rest.token_ids == held.token_ids[1:]
+        record = await rig.store.load("s")
+        assert record is not None
+        assert record.owner == ""
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_being_written_leaves_no_lease() -> None:
+    async with asyncio.timeout(30), Rig(drafts=0) as rig:
+        gate = Gate()
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "begin_request", before=gate.wait))
+        stream = coordinator.stub.Generate(request(session_id="s"))
+        await gate.reached.wait()
+        stream.cancel()
+        await asyncio.sleep(0.3)
+        gate.open()
+        await asyncio.sleep(0.3)
+        record = await rig.store.load("s")
+        assert record is None or record.owner == ""
+
+
+async def test_a_drain_ends_once_leases_are_given_back() -> None:
+    async with asyncio.timeout(30), Rig(drafts=0) as rig:
+
+        async def wait(*_: Any) -> None:
+            await asyncio.sleep(0.5)
+
+        store = InterruptedStore(rig.store, "release", before=wait)
+        coordinator = await coordinator_on(rig, store)
+        await read_until(coordinator.stub.Generate(request(session_id="s", max_new_tokens=400)), 3)
+        await coordinator.generations.drain(0.0)
+        record = await rig.store.load("s")
+        assert record is not None
+        assert record.owner == ""
+
+
+async def test_a_replay_is_not_given_the_prompt_that_another_coordinator_is_just_writing() -> None:
+    """Who takes the session raises its epoch first, and writes the next turn's beginning then."""
+    async with asyncio.timeout(30), Rig(drafts=0) as rig:
+        made = await (await rig.coordinator()).generate(request(session_id="s", request_id="r1", max_new_tokens=6))
+        leases: list[Lease] = []
+
+        async def take(*_: Any) -> None:
+            leases.append(await rig.store.acquire("s", owner="another", ttl_s=5.0, create=False))
+            store.interrupt_next("read_tokens", begin)
+
+        async def begin(*_: Any) -> None:
+            record = await rig.store.load("s")
+            assert record is not None
+            assert record.request is not None
+            asked = RequestRecord("r2", "digest", record.request.parameters_json, 1, output_start=len(PROMPT) + 10)
+            keep = len(PROMPT) + 2  # a conversation that was edited behind its first tokens of output
+            await rig.store.begin_request(leases[0], asked, keep=keep, token_ids=np.full(8, 9, np.uint32))
+
+        async def look_again(*_: Any) -> None:
+            store.interrupt_next("load", take)
+
+        store = InterruptedStore(rig.store, "load", before=look_again)
+        late = await coordinator_on(rig, store)
+        assert len(made.token_ids) == 6
+        assert await reason_of(late, request(session_id="s", request_id="r1", max_new_tokens=6)) == "SESSION_LOST"
+        assert len(leases) == 1
