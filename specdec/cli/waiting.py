@@ -5,6 +5,7 @@ Not here: what it waits for. Called by `up` and `scale`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -54,4 +55,5 @@ class Waiting:
             self._status.update(Text(line))  # a model's path is no markup
         elif self._last_line_s is None or now_s - self._last_line_s >= LINE_INTERVAL_S:
             self._last_line_s = now_s
-            print(line, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a full disk, or a reader who left, keeps nothing from starting
+                print(line, file=sys.stderr, flush=True)

@@ -21,6 +21,9 @@ from specdec.errors import (
     Unavailable,
 )
 
+# What a call may take at most, thirty years: gRPC takes a deadline that is much later for one that is over.
+_LONGEST_S = 1e9
+
 #: The channel's own backoff (up to two minutes by default) must not outlast ours.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -67,7 +70,7 @@ class Recovery:
             raise InvalidRequest(f"timeout must be a number of seconds above 0, got {timeout!r}", field="timeout")
         self._budgets = budgets
         self._target_s = budgets.target_s if needs_target else None
-        self._timeout = timeout
+        self._timeout = timeout = None if timeout is None else min(timeout, _LONGEST_S)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._answered = False
         self._has_news = False

@@ -119,6 +119,8 @@ def _made_whole(out: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     try:
         yield made
         (made / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
+        for file in made.iterdir():
+            file.chmod(0o644)  # safetensors writes for the owner alone, and a service is often another user
         made.chmod(0o755)
         made.rename(out)
     except (OSError, SafetensorError) as error:

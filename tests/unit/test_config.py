@@ -125,6 +125,27 @@ def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixtu
     assert named.tenant == "x" * 64
 
 
+@pytest.mark.parametrize(
+    ("settings_type", "flag", "value"),
+    [
+        (CoordinatorSettings, "--session-ttl-s", "1e18"),
+        (CoordinatorSettings, "--session-ttl-s", "inf"),
+        (CoordinatorSettings, "--lease-ttl-s", "0.0001"),
+        (CoordinatorSettings, "--lease-ttl-s", "inf"),
+        (CoordinatorSettings, "--max-message-bytes", "2147483648"),
+        (TargetSettings, "--registry-ttl-s", "1e18"),
+        (TargetSettings, "--num-threads", "100000"),
+    ],
+)
+def test_what_no_store_transport_or_machine_takes_is_refused_by_its_flag(
+    settings_type: type[ServiceSettings], flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_settings(settings_type, prog="service", argv=["--model", "m", flag, value])
+    assert caught.value.code == 2
+    assert flag in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_missing_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_settings(TargetSettings, prog="target", argv=[])

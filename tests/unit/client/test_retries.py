@@ -218,3 +218,11 @@ def test_pauses_are_random_and_twice_as_long_each_time_up_to_a_second(clock: Clo
 
 def test_a_stream_that_closed_early_is_unavailable_in_words() -> None:
     assert ended_early().message == "the server closed the stream before it finished"
+
+
+@pytest.mark.parametrize("timeout", [8e9, 1e300, 10**400])
+def test_a_timeout_later_than_any_deadline_is_as_long_as_one_can_be(timeout: float) -> None:
+    """gRPC takes one that is much later for one that is over."""
+    remaining_s = Recovery(BUDGETS, timeout).remaining_s
+    assert remaining_s is not None
+    assert 9e8 < remaining_s <= 1e9
