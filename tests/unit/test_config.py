@@ -140,8 +140,8 @@ def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixtu
 def test_what_no_store_transport_or_machine_takes_is_refused_by_its_flag(
     settings_type: type[ServiceSettings], flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = ["--model" if settings_type is TargetSettings else "--tokenizer", "m"]
     with pytest.raises(SystemExit) as caught:
-        model = ["--model" if settings_type is TargetSettings else "--tokenizer", "m"]
         parse_settings(settings_type, prog="service", argv=[*model, flag, value])
     assert caught.value.code == 2
     assert flag in capsys.readouterr().err.splitlines()[-1]
