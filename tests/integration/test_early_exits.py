@@ -18,7 +18,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.local_drafts import LocalDraftSpec
-from tests.support.step_ways import WAYS, num_replays, running
+from tests.support.step_ways import num_replays, running
 from tests.support.tiny_models import build_tiny_model
 
 NUM_LAYERS = 4
@@ -54,13 +54,19 @@ def drafted(token_id: int, start: int, index: int, name: str = "early-exit") -> 
     return StepPlan((SequenceSlice((token_id,), start, BLOCKS, 1, index),), local_draft=name)
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture
 def compiling(request: pytest.FixtureRequest) -> Iterator[CompileOptions]:
     with running(request.param) as compiling:
         yield compiling
 
 
-@pytest.mark.parametrize("is_adapted", [False, True], ids=["", "adapted"])
+# Recording takes its time: each kind of captured steps in one of both.
+@pytest.mark.parametrize(
+    ("compiling", "is_adapted"),
+    [("native", False), ("native", True), ("eager", False), ("eager", True), ("captured", False),
+     ("captured, paged", True)],
+    indirect=["compiling"],
+)  # fmt: skip
 def test_a_draft_step_is_the_first_layers_own_forward_pass(
     llama: Path, tmp_path: Path, compiling: CompileOptions, is_adapted: bool
 ) -> None:
@@ -83,6 +89,7 @@ def test_a_draft_step_is_the_first_layers_own_forward_pass(
     assert num_replays(compiling) - before == (4 if compiling.backend == "captured" else 0)
 
 
+@pytest.mark.parametrize("compiling", ["native", "eager", "captured"], indirect=True)
 def test_draft_steps_leave_the_verification_after_them_as_it_would_have_been(
     llama: Path, compiling: CompileOptions
 ) -> None:

@@ -43,7 +43,7 @@ def rig() -> Iterator[RankRig]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model("qwen3", tmp_path_factory.mktemp("model"), vocabulary_size=97, context=256, num_layers=2,
+    return build_tiny_model("qwen3", tmp_path_factory.mktemp("model"), vocabulary_size=97, context=256, num_layers=1,
                             gain=1.0, logit_spread=1.0, config_overrides=OVERRIDES)  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def running(way: str) -> Iterator[CompileOptions]:
         require_interpreter()
         attention = "paged"
     with cheap_recordings():
-        yield CompileOptions("captured", (1, 3, 5), capture=CountedCapture(record_on_tape), attention=attention)
+        yield CompileOptions("captured", (1, 5), capture=CountedCapture(record_on_tape), attention=attention)
 
 
 def num_replays(compiling: CompileOptions) -> int:

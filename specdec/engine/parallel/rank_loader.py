@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from specdec.checkpoint import locate_checkpoint
 from specdec.engine.base import KvLayout, ModelShape, Worker
-from specdec.engine.captured.projection_choice import projection_kinds
 from specdec.engine.captured.row_products import require_kernel
 from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
@@ -37,7 +36,6 @@ from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
 from specdec.engine.model.options import CAPTURED, CompileOptions, GraphSource
-from specdec.engine.model.projection import ProjectionKinds
 from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.parallel.group import RankGroup
@@ -77,7 +75,7 @@ class _Shards(Protocol):
 
     def hold_in_int8(self) -> None: ...
 
-    def forward_pass(self, kinds: ProjectionKinds, *, sums_in_order: bool) -> ForwardPass: ...
+    def forward_pass(self, compiling: CompileOptions, *, is_int8: bool) -> ForwardPass: ...
 
     def joined(self) -> AbstractContextManager[None]: ...
 
@@ -165,8 +163,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=num_blocks + is_captured, dtype=shards.model.dtype, device=ranks.device)
         source = GraphSource(shards.model, kinds, cache, shape.model_fingerprint, shape.dtype)
-        forward = shards.forward_pass(projection_kinds(shards.model, is_int8, compiling),
-                                      sums_in_order=compiling.is_deterministic)  # fmt: skip
+        forward = shards.forward_pass(compiling, is_int8=is_int8)
         recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if is_captured else {}
         own = ModelRunner(forward, cache, kinds, shape, dtype=shards.model.dtype, device=ranks.device,
                           recorded=recorded)  # fmt: skip

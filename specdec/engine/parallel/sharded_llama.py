@@ -21,12 +21,14 @@ from torch import nn
 from torch.nn.functional import embedding
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from specdec.engine.captured.projection_choice import projection_kinds
 from specdec.engine.captured.row_products import RowProjection
 from specdec.engine.model.int8_weight import hold_in_int8
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
-from specdec.engine.model.projection import AnyProjection, ProjectionKinds
+from specdec.engine.model.options import CompileOptions
+from specdec.engine.model.projection import AnyProjection
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting
@@ -74,16 +76,17 @@ class ShardedLlama:
         """Rounds this rank's part of the layers' weights to what the whole model's would be rounded to."""
         hold_in_int8(self.model, RowProjection, self._reach)
 
-    def forward_pass(self, kinds: ProjectionKinds, *, sums_in_order: bool) -> ForwardPass:
+    def forward_pass(self, compiling: CompileOptions, *, is_int8: bool) -> ForwardPass:
         """Takes the model apart. Logits come together on the first rank; padding rows follow the vocabulary's.
 
         Args:
-            kinds: of this rank's products.
-            sums_in_order: whether what ranks add up must not depend on the number of rows; it costs time.
+            compiling: how steps run; with `is_deterministic`, ranks add up in an order that does not depend on how many
+                rows there are, which costs time.
+            is_int8: whether weights are held so.
         """
         look_up = self._look_up(self.model.model.embed_tokens.weight.detach())
-        stack = LlamaStack(self.model, kinds)
-        add_up = self._ranks.add_in_order if sums_in_order else self._ranks.add_up
+        stack = LlamaStack(self.model, projection_kinds(self.model, is_int8, compiling))
+        add_up = self._ranks.add_in_order if compiling.is_deterministic else self._ranks.add_up
         for layer in stack.layers:
             layer.output = _SummedProjection(layer.output, add_up)
             layer.down = _SummedProjection(layer.down, add_up)

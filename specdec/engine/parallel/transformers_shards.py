@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.engine.model.checkpoint_model import first_line, quietly
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
-from specdec.engine.model.projection import ProjectionKinds
+from specdec.engine.model.options import CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.rank_checks import FLAG, require_even_heads, require_even_kv_heads
@@ -59,7 +59,7 @@ class TransformersShards:
         raise Unsupported(f"{FLAG} does not divide int8 weights of a model of type {self.model.config.model_type}",
                           field="dtype")  # fmt: skip
 
-    def forward_pass(self, kinds: ProjectionKinds, *, sums_in_order: bool) -> ForwardPass:
+    def forward_pass(self, compiling: CompileOptions, *, is_int8: bool) -> ForwardPass:
         """transformers' own; every rank gets all logits."""
         return TransformersForward(self.model)
 

@@ -143,6 +143,7 @@ async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
         return draft(plan, num_steps, draw)
 
     monkeypatch.setattr(worker, "draft", count)
+    monkeypatch.setattr(worker, "close", lambda: None)  # it serves other tests
     drafts = []
     for may_draft in (True, False):
         monkeypatch.setattr(worker, "may_draft", may_draft)
