@@ -33,7 +33,8 @@ from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
-from specdec.service.lifecycle import require_addresses, run_to_exit_code, spare_the_collector, stop_on_signals
+from specdec.service import memory
+from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 
@@ -95,7 +96,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
-        spare_the_collector()
+        memory.settle()
         ending.push_async_callback(server.stop, _FLUSH_S)
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)

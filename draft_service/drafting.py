@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_service.scoring import score_of
+from specdec.engine.base import DraftRuns
 from specdec.engine.drafting.device_run import DeviceRun
 from specdec.engine.drafting.drawing import Draft, Drawing
 from specdec.engine.drafting.run_policy import RunPolicy
@@ -53,16 +54,16 @@ class DraftProgram(Program):
         for job in jobs:
             _go_on(job)
 
-    def draft_run(self, jobs: Sequence[Job]) -> DraftRun | None:
+    def draft_run(self, jobs: Sequence[Job], kind: DraftRuns) -> DraftRun | None:
         """Of as many steps as all of the jobs want; see `Program.draft_run`."""
         if jobs[0].call.yields:
             return None
+        num_likeliest = self._num_likeliest if len(jobs) <= self._max_noted else 0
         num_steps = min(
             request_of(job.call).gamma - (len(job.progress.token_ids) if job.progress else 0) for job in jobs
         )
-        if num_steps < 2 or not self._runs.may_run(jobs):
+        if num_steps < 2 or not self._runs.may_run(jobs, kind, num_likeliest):
             return None
-        num_likeliest = self._num_likeliest if len(jobs) <= self._max_noted else 0
         return DeviceRun(self._drawing, self._runs, jobs, num_steps, num_likeliest, _go_on)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:

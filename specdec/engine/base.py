@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -109,12 +110,21 @@ class WorkerLost(Unavailable):
     """A part of a worker is gone, and with it the worker: no step will run, and what it cached is worth nothing."""
 
 
+class DraftRuns(Enum):
+    """Which steps that follow one another a worker runs by itself."""
+
+    NONE = auto()
+    LIKELIEST = auto()
+    """Of tokens that are each the likeliest of the step before: `Worker.draft_likeliest`."""
+    ANY = auto()
+    """`Worker.draft`."""
+
+
 class Worker(Protocol):
     """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
 
     shape: ModelShape
-    may_draft: bool = False
-    """Whether `draft` ever works here."""
+    draft_runs: DraftRuns = DraftRuns.NONE
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step.
@@ -142,6 +152,19 @@ class Worker(Protocol):
             False where this worker cannot; nothing was run then.
         """
         return False
+
+    def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Runs a step and then further ones of each sequence's likeliest token, until `num_steps` have been chosen.
+
+        Args:
+            plan: as for `draft`.
+            num_steps: at least 1.
+
+        Returns:
+            [num_steps, B] logits and ids of the tokens that were chosen, as NumPy's argmax chooses: the first of equal
+            ones, and what is no number before all others.
+        """
+        raise Unsupported("this worker takes its steps one by one")
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies KV blocks out; of one rank of several, its own part of them.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn, Protocol
 
@@ -26,9 +25,6 @@ from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
 from specdec.rpc.server import ServiceServer, require_free
 from specdec.types import EngineInfo
-
-#: Container objects more than were freed, until the cyclic collector looks for garbage among the youngest.
-_GC_ALLOCATIONS = 50_000
 
 #: Between two looks at whether the device hangs.
 _DEVICE_LOOK_S = 0.25
@@ -190,30 +186,6 @@ def stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
-
-
-@contextlib.contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """For imports that take seconds: a third of those is the cyclic collector's, which walks all of it again and again.
-
-    What is there by the end it never looks at.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def spare_the_collector() -> None:
-    """Keeps the cyclic collector from walking what lives as long as the process, and from running many times a second.
-
-    Hardly anything that services make is cyclic: references free what a round made. Call it once all is loaded.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_ALLOCATIONS, 10, 10)
 
 
 def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:

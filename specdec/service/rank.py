@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from specdec.config import ReplicaSettings, parse_settings
 from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
-from specdec.service.lifecycle import collector_at_rest, end_process, run_to_exit_code, spare_the_collector
+from specdec.service import memory
+from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import compile_options, on_its_own_thread, open_kv_tier, serve_replica
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
@@ -124,7 +125,7 @@ class _Rank:
             ranks, worker = self._load_rank(seat, store, lifeline, num_decode_rows)
             logging.getLogger("specdec.state").setLevel(logging.ERROR)  # the first rank warns for all
             tier = open_kv_tier(self._settings, worker.shape)
-            spare_the_collector()
+            memory.settle()
             with contextlib.nullcontext() if tier is None else contextlib.closing(tier):
                 follow(ranks, worker, tier)
         except Exception as error:  # whatever it is, this rank is of no more use to the others
@@ -142,7 +143,7 @@ class _Rank:
     def _load_rank(
         self, seat: Seat, store: TCPStore, lifeline: Lifeline, num_decode_rows: int
     ) -> tuple[RankGroup, Worker]:
-        with collector_at_rest():
+        with memory.collector_at_rest():
             from specdec.engine.parallel.group import RankGroup
             from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
@@ -151,7 +152,7 @@ class _Rank:
 
     def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, Lifeline]:
         """Finds the other ranks. Raises Unavailable: they do not come."""
-        with collector_at_rest():
+        with memory.collector_at_rest():
             from specdec.engine.parallel.group import Seat, open_store
             from specdec.engine.parallel.lifeline import Lifeline
 

@@ -33,13 +33,12 @@ from specdec.local_drafts import LocalDraftSpec
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
 from specdec.preflight import require_servable
+from specdec.service import memory
 from specdec.service.lifecycle import (
     Servicer,
-    collector_at_rest,
     require_addresses,
     run_replica,
     run_to_exit_code,
-    spare_the_collector,
     stop_on_signals,
 )
 from specdec.service.rank_group import run_ranks
@@ -125,7 +124,7 @@ async def serve_replica(
             ending.push_async_callback(registry.close)
             await registry.replicas(kind.role)
         engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
-        spare_the_collector()
+        memory.settle()
         servicer = kind.build_servicer(engine, metrics)
         register = None
         if registry is not None:
@@ -172,7 +171,7 @@ def _load_engine(
     locate_checkpoint(settings.model)
     kind.check(settings)
     _log.info("loading %s", settings.model)
-    with collector_at_rest():  # torch takes seconds to import: not before the settings are known to be right
+    with memory.collector_at_rest():  # torch takes seconds to import: not before the settings are known to be right
         from specdec.engine.loop.replica import ReplicaOptions
 
     worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
@@ -243,7 +242,7 @@ def compile_options(settings: ReplicaSettings, num_decode_rows: int) -> CompileO
 
 
 def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, ...], num_decode_rows: int) -> Worker:
-    with collector_at_rest():
+    with memory.collector_at_rest():
         from specdec.engine.loader import load_worker
         from specdec.engine.model.options import AUTO, EAGER, NATIVE
 

@@ -70,7 +70,7 @@ ALLOWED = {
     ENGINE + "heads": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "loop": {"specdec.core",
                       *(ENGINE + room for room in ("base", "cold_tier", "logits", "schedule", "sessions"))},
-    ENGINE + "drafting": {"specdec.core", *(ENGINE + room for room in ("logits", "loop"))},
+    ENGINE + "drafting": {"specdec.core", *(ENGINE + room for room in ("base", "logits", "loop"))},
     ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
     ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},

@@ -1,4 +1,6 @@
-"""A worker that drafts by itself, as a device does, and counts how often it did. Called by tests."""
+"""Workers that draft by themselves, as a device and the native kernels do, and count how often they did. Called by
+tests.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from specdec.engine.base import StepPlan
+from specdec.engine.base import DraftRuns, StepPlan
 from tests.support.table_worker import TableWorker
 
 
@@ -17,7 +21,7 @@ class FollowingWorker(TableWorker):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.may_draft = True
+        self.draft_runs = DraftRuns.ANY
         self.runs: list[int] = []
         """Steps of each run."""
 
@@ -33,3 +37,24 @@ class FollowingWorker(TableWorker):
                 slices.append(replace(piece, token_ids=(token_id,), start=start, block_table=tuple(piece.table[:])))
             plan = StepPlan(tuple(slices))
         return True
+
+
+class LikeliestWorker(FollowingWorker):
+    """The same with each step's likeliest token, and no other."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.draft_runs = DraftRuns.LIKELIEST
+
+    def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        maxima: list[NDArray[np.float32]] = []
+        chosen: list[NDArray[np.int64]] = []
+
+        def draw(_: int, logits: torch.Tensor) -> torch.Tensor:
+            rows = logits.numpy()
+            chosen.append(rows.argmax(axis=-1))
+            maxima.append(np.take_along_axis(rows, chosen[-1][:, None], axis=-1)[:, 0])
+            return torch.from_numpy(chosen[-1])
+
+        self.draft(plan, num_steps, draw)
+        return np.stack(maxima), np.stack(chosen)

@@ -69,6 +69,10 @@ class DeviceRun:
         self._drawn: list[list[torch.Tensor]] = []
         self._steps: list[list[NDArray[Any]]] = []
 
+    def note(self, logits: NDArray[np.float32], token_ids: NDArray[np.int64]) -> None:
+        """See `DraftRun.note`."""
+        self._steps = [list(step) for step in zip(logits, token_ids, strict=True)]
+
     def draw(self, index: int, logits: torch.Tensor) -> torch.Tensor:
         """See `DraftRun.draw`."""
         maxima, token_ids = logits.max(dim=-1)

@@ -117,3 +117,13 @@ struct Batch {
     float* logits;   // [logit_rows, padded outputs of the head]
     float* outputs;  // [num_tapped, tokens, hidden]
 };
+
+// Steps of a token of each sequence that follow a batch, each token the likeliest of the step before.
+struct Run {
+    int64_t steps;            // the batch among them
+    int64_t num_tokens;       // of the head's outputs, those that can be chosen
+    const int64_t* rows;      // [sequences + 1], ascending from 0
+    const int64_t* starts;    // [steps - 1, sequences]: positions of the tokens of each further step
+    int64_t* token_ids;       // [steps, sequences]: what was chosen
+    float* logits;            // [steps, sequences]: of what was chosen
+};

@@ -14,6 +14,7 @@
 // thread; with OpenMP its loops are shared among `num_threads`.
 
 #include "draft_head.h"
+#include "likeliest.h"
 #include "noise.h"
 
 #if defined(_OPENMP)
@@ -68,6 +69,26 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
         apply(model->head, *batch, batch->normed, model->hidden, batch->logit_rows, batch->logits,
               padded(model->head.outputs), Into::store);
         for (int64_t head = 0; head < model->num_draft_heads; ++head) note_step(model->draft_heads[head], *batch);
+    }
+}
+
+// A step of one logit row a sequence, and those that follow it; the batch's tables have blocks for all of them.
+void specdec_run(const Model* model, const Batch* batch, const Run* run, int num_threads) {
+    Batch step = *batch;
+    for (int64_t index = 0; index < run->steps; ++index) {
+        int64_t* chosen = run->token_ids + index * step.sequences;
+        if (index > 0) {
+            step.tokens = step.sequences;
+            step.first_row = step.rows_wanted = run->rows;
+            step.start = run->starts + (index - 1) * step.sequences;
+            step.token_ids = chosen - step.sequences;
+        }
+        specdec_step(model, &step, num_threads);
+        for (int64_t row = 0; row < step.sequences; ++row) {
+            const float* logits = step.logits + row * padded(model->head.outputs);
+            chosen[row] = likeliest(logits, run->num_tokens);
+            run->logits[index * step.sequences + row] = logits[chosen[row]];
+        }
     }
 }
 

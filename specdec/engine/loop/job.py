@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from specdec.engine.base import SequenceSlice
+from specdec.engine.base import DraftRuns, SequenceSlice
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
@@ -191,6 +192,10 @@ class DraftRun(Protocol):
 
     num_steps: int
 
+    def note(self, logits: NDArray[np.float32], token_ids: NDArray[np.int64]) -> None:
+        """What `engine.base.Worker.draft_likeliest` chose, instead of `draw` and `read`."""
+        ...
+
     def draw(self, index: int, logits: torch.Tensor) -> torch.Tensor:
         """See `engine.base.Worker.draft`: int64 [B] of float32 [B, V], rows in the order of the run's jobs."""
         ...
@@ -223,11 +228,12 @@ class Program(Protocol):
         """
         ...
 
-    def draft_run(self, jobs: collections.abc.Sequence[Job]) -> DraftRun | None:
-        """How the next tokens of jobs can be drawn without the host; None: not, or it is only one step.
+    def draft_run(self, jobs: collections.abc.Sequence[Job], kind: DraftRuns) -> DraftRun | None:
+        """How the next tokens of jobs can be drawn in steps that follow one another; None: not so, or it is only one.
 
         Args:
             jobs: those of the next step, a row each.
+            kind: which steps the worker runs so.
         """
         return None
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import DraftRuns, ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.attention import PagedContext, attending
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.feature_layer import FeatureLayer
@@ -179,7 +179,8 @@ class ModelRunner(Worker):
         self._heads = heads
         self._tapped = tapped_layers(heads)
         self._recorded = recorded
-        self.may_draft = FULL in recorded and recorded[FULL].may_follow
+        if FULL in recorded and recorded[FULL].may_follow:
+            self.draft_runs = DraftRuns.ANY
         self._forward = forward
         self._cache = cache
         self._kinds = tuple(dict.fromkeys(layer_kinds))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_int
+from dataclasses import replace
 from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import cast
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import DraftRuns, ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.int8_weight import quantise
@@ -31,7 +32,7 @@ from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import LocalHead
 from specdec.engine.native.draft_head import NativeHead
 from specdec.engine.native.packing import MOST_INT8_INPUTS, Packing
-from specdec.engine.native.structures import Batch, DraftHead, Layer, Model, Product
+from specdec.engine.native.structures import Batch, DraftHead, Layer, Model, Product, Run
 from specdec.types import BLOCK_TOKENS
 
 
@@ -39,6 +40,14 @@ def _require_range(values: Sequence[int], size: int, what: str, of_what: str) ->
     """Raises IndexError unless all are in [0, size)."""
     if min(values) < 0 or max(values) >= size:
         raise IndexError(f"a {what} is outside the {size} {of_what}")
+
+
+def _with_room(piece: SequenceSlice, num_further: int) -> SequenceSlice:
+    """The same tokens, with all blocks that further ones of their sequence lie in."""
+    if piece.table is None:
+        return piece
+    end = piece.start + len(piece.token_ids) + num_further
+    return replace(piece, block_table=tuple(piece.table[: -(-end // BLOCK_TOKENS)]))
 
 
 class NativeRunner(Worker):
@@ -74,6 +83,7 @@ class NativeRunner(Worker):
         self.shape = shape
         self._library = library
         library.specdec_step.argtypes = [POINTER(Model), POINTER(Batch), c_int]
+        library.specdec_run.argtypes = [POINTER(Model), POINTER(Batch), POINTER(Run), c_int]
         library.specdec_draft.argtypes = [POINTER(DraftHead), POINTER(Batch), c_int]
         self._cache = cache
         self._packing = Packing(library, is_compact=is_compact)
@@ -87,6 +97,9 @@ class NativeRunner(Worker):
         self._native_heads = self._take_heads(heads)
         self._heads = {name: head for name, head in heads.items() if name not in self._native_heads}
         """Those that are computed in PyTorch."""
+        # A head is told of every step; and nothing checks an id that the kernels choose.
+        if not heads and shape.vocabulary_size <= min(self._num_embeddings, self._model.head.outputs):
+            self.draft_runs = DraftRuns.LIKELIEST
         self._row_sizes = self._measure_rows()
         self._batch = Batch()
         self._numbers = np.empty(0, dtype=np.int64)
@@ -148,6 +161,26 @@ class NativeRunner(Worker):
             self._tell_heads(plan, outputs)
         return logits[:, : self.shape.vocabulary_size].contiguous()
 
+    def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Runs a step and those that follow it; see `engine.base.Worker.draft_likeliest`."""
+        batch, model = self._batch, self._model
+        ends = np.array([piece.start + len(piece.token_ids) for piece in plan.slices])
+        slices = [_with_room(piece, num_steps - 1) for piece in plan.slices]
+        self._check(slices, num_steps - 1)
+        self._numbers = self._place_numbers(slices)
+        longest = int(ends.max()) + num_steps - 1
+        num_threads = torch.get_num_threads()
+        self._place_scratch(batch.tokens, longest, num_threads)
+        logits = torch.empty(batch.logit_rows, self._packing.padded(model.head.outputs))
+        batch.logits = logits.data_ptr()
+        rows, starts = np.arange(len(slices) + 1), ends + np.arange(num_steps - 1)[:, None]
+        chosen = np.empty((num_steps, len(slices)), dtype=np.int64)
+        maxima = np.empty((num_steps, len(slices)), dtype=np.float32)
+        run = Run(num_steps, self.shape.vocabulary_size,
+                  *(array.ctypes.data for array in (rows, starts, chosen, maxima)))  # fmt: skip
+        self._library.specdec_run(ctypes.byref(model), ctypes.byref(batch), ctypes.byref(run), num_threads)
+        return maxima, chosen
+
     def _take_heads(self, heads: Mapping[str, LocalHead]) -> dict[str, NativeHead]:
         """Those that the kernels compute; a full step writes for them from now on."""
         taken = {}
@@ -203,11 +236,13 @@ class NativeRunner(Worker):
         batch.tokens, batch.sequences, batch.logit_rows = first_rows[-1], len(slices), len(columns["rows_wanted"])
         return numbers
 
-    def _check(self, slices: Sequence[SequenceSlice]) -> None:
-        """Raises IndexError where a slice reaches beyond what it names: the kernels would read and write there."""
+    def _check(self, slices: Sequence[SequenceSlice], num_further: int = 0) -> None:
+        """Raises IndexError where a slice, with so many further tokens, reaches beyond what it names: the kernels would
+        read and write there.
+        """
         for piece in slices:
             count = len(piece.token_ids)
-            end = piece.start + count
+            end = piece.start + count + num_further
             most = min(len(piece.block_table) * BLOCK_TOKENS, self.shape.max_context_tokens)
             if not (piece.start >= 0 and end <= most and 0 <= piece.num_logit_rows <= count):
                 raise IndexError(

@@ -108,3 +108,16 @@ class Batch(Structure):
         ("logits", c_void_p),
         ("outputs", c_void_p),
     ]
+
+
+class Run(Structure):
+    """Steps that follow one, each token the likeliest of the step before."""
+
+    _fields_ = [
+        ("steps", c_int64),
+        ("num_tokens", c_int64),
+        ("rows", c_void_p),
+        ("starts", c_void_p),
+        ("token_ids", c_void_p),
+        ("logits", c_void_p),
+    ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_service.proposer import DraftOptions, Proposer
-from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
 from specdec.engine.captured import fused_operations, paged_attention
 from specdec.engine.captured.fused_operations import Tiling
 from specdec.engine.captured.paged_attention import Splitting
@@ -145,8 +145,8 @@ async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
     monkeypatch.setattr(worker, "draft", count)
     monkeypatch.setattr(worker, "close", lambda: None)  # it serves other tests
     drafts = []
-    for may_draft in (True, False):
-        monkeypatch.setattr(worker, "may_draft", may_draft)
+    for kind in (DraftRuns.ANY, DraftRuns.NONE):
+        monkeypatch.setattr(worker, "draft_runs", kind)
         proposer = Proposer(worker, drafting=DraftOptions(max_support=32))
         filters = SamplingFilters(temperature=temperature)
         tokens = random_tokens(5, 30)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE
-from specdec.service.lifecycle import collector_at_rest, require_addresses, run_replica, run_to_exit_code
+from specdec.service.lifecycle import require_addresses, run_replica, run_to_exit_code
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
@@ -161,17 +160,6 @@ def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.Capture
     assert run_to_exit_code(succeed()) == 0
     assert run_to_exit_code(fail()) == 1
     assert capsys.readouterr().err == "error: INVALID_ARGUMENT INVALID_REQUEST: no model at /nope\n"
-
-
-def test_the_collector_rests_while_much_is_imported_and_not_longer() -> None:
-    def fail() -> None:
-        with collector_at_rest():
-            assert not gc.isenabled()
-            raise ImportError
-
-    with pytest.raises(ImportError):
-        fail()
-    assert gc.isenabled()
 
 
 def test_a_process_ends_without_teardown_but_says_everything() -> None:

@@ -1,0 +1,191 @@
+"""Draft steps that the native kernels run in one call: bit for bit those of as many calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_service.proposer import Proposer
+from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.loop import steps
+from specdec.engine.model.options import CompileOptions
+from specdec.engine.sessions.block_manager import BlockManager
+from specdec.engine.sessions.block_table import BlockTable
+from specdec.types import ProposeRequest
+from tests.support.captured_rig import random_tokens
+from tests.support.round_driver import make_round
+from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
+
+NUM_STEPS = 6
+#: No whole number of vectors, nor of panels.
+VOCABULARY_SIZE = 101
+NUM_BLOCKS = 64
+CONTEXT = 128
+
+#: Lengths of sequences, and how many of their tokens the first step runs: several, blocks that end, one that begins.
+CASES = [((30, 14, 1, 33), (1, 2, 1, 5)), ((15,), (1,)), ((40, 20), (7, 1)), ((SLIDING_WINDOW - 2,), (1,))]
+
+
+def change_head(directory: Path, change: Callable[[torch.Tensor], None]) -> Path:
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    change(weights["lm_head.weight"])
+    save_file(weights, file, metadata={"format": "pt"})
+    return directory
+
+
+def load(directory: Path, **options: object) -> Worker:
+    fixed = {"device": "cpu", "dtype": "float32", "num_kv_blocks": NUM_BLOCKS}
+    return load_worker(str(directory), compiling=CompileOptions("native"), **(fixed | options))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    overrides = {"head_dim": 32} if request.param == "qwen3" else {}  # the kernels take whole vectors
+    return build_tiny_model(request.param, tmp_path_factory.mktemp("model"), vocabulary_size=VOCABULARY_SIZE,
+                            context=CONTEXT, config_overrides=overrides)  # fmt: skip
+
+
+class Sequences:
+    """Sequences with room for all steps, whose last tokens the first step is to run."""
+
+    def __init__(self, worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...]) -> None:
+        self.worker = worker
+        self._manager = BlockManager(NUM_BLOCKS)
+        self._tokens = [random_tokens(seed, length) for seed, length in enumerate(lengths)]
+        self._tokens = [[token % VOCABULARY_SIZE for token in tokens] for tokens in self._tokens]
+        self._tables = [BlockTable() for _ in lengths]
+        self._starts = [length - num for length, num in zip(lengths, num_last, strict=True)]
+        for table, length in zip(self._tables, lengths, strict=True):
+            self._manager.grow(table, length + NUM_STEPS)
+        if any(self._starts):
+            worker.execute(StepPlan(tuple(self._slice(index, 0, end, 0)
+                                          for index, end in enumerate(self._starts) if end)))  # fmt: skip
+
+    def _slice(self, index: int, start: int, end: int, num_rows: int) -> SequenceSlice:
+        table = self._tables[index]
+        return SequenceSlice(tuple(self._tokens[index][start:end]), start, table.first(-(-end // 16)), num_rows,
+                             table=table)  # fmt: skip
+
+    @property
+    def plan(self) -> StepPlan:
+        pieces = enumerate(zip(self._starts, self._tokens, strict=True))
+        return StepPlan(tuple(self._slice(index, start, len(tokens), 1) for index, (start, tokens) in pieces))
+
+    def one_by_one(self) -> tuple[np.ndarray, np.ndarray]:
+        """As `Worker.draft_likeliest` answers."""
+        maxima, chosen = [], []
+        for _ in range(NUM_STEPS):
+            rows = self.worker.execute(self.plan).numpy()
+            chosen.append(rows.argmax(axis=-1))
+            maxima.append(rows[np.arange(len(rows)), chosen[-1]])
+            self.go_on(chosen[-1])
+        return np.stack(maxima), np.stack(chosen)
+
+    def go_on(self, token_ids: np.ndarray) -> None:
+        self._starts = [len(tokens) for tokens in self._tokens]
+        for tokens, token_id in zip(self._tokens, token_ids.tolist(), strict=True):
+            tokens.append(token_id)
+
+    def last_logits(self) -> np.ndarray:
+        """Of one more step, which reads what the others left in the cache."""
+        return self.worker.execute(self.plan).numpy()
+
+
+def check_run(worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...]) -> np.ndarray:
+    """Returns the tokens."""
+    single = Sequences(worker, lengths, num_last)
+    maxima, chosen = single.one_by_one()
+    expected_after = single.last_logits()
+    together = Sequences(worker, lengths, num_last)
+    run_maxima, run_chosen = worker.draft_likeliest(together.plan, NUM_STEPS)
+    np.testing.assert_array_equal(run_chosen, chosen)
+    np.testing.assert_array_equal(run_maxima, maxima)
+    for token_ids in run_chosen:
+        together.go_on(token_ids)
+    np.testing.assert_array_equal(together.last_logits(), expected_after)
+    return chosen
+
+
+@pytest.mark.parametrize(("num_threads", "dtype"), [(1, "float32"), (2, "int8")])
+@pytest.mark.parametrize(("lengths", "num_last"), CASES)
+def test_a_run_is_its_steps_bit_for_bit(
+    directory: Path, lengths: tuple[int, ...], num_last: tuple[int, ...], num_threads: int, dtype: str
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        chosen = check_run(load(directory, dtype=dtype, num_threads=num_threads), lengths, num_last)
+    finally:
+        torch.set_num_threads(before)
+    assert len(np.unique(chosen)) > 1  # one token over and over would hide a wrong one
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_of_equal_logits_the_first_token_is_taken_and_none_beyond_the_vocabulary(sign: float, tmp_path: Path) -> None:
+    """All logits are equal; the kernels' rows are longer than the vocabulary, by zeros."""
+
+    def level(head: torch.Tensor) -> None:
+        head[:] = sign * head[5]
+
+    model = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE)
+    assert not check_run(load(change_head(model, level)), (15,), (1,)).any()
+
+
+def test_rows_of_the_head_that_are_no_token_are_not_chosen(tmp_path: Path) -> None:
+    def prefer_padding(head: torch.Tensor) -> None:
+        head[VOCABULARY_SIZE:] = 5.0 * head[:20]
+
+    model = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, padded_rows=20)
+    assert check_run(load(change_head(model, prefer_padding)), (15, 9), (1, 3)).max() < VOCABULARY_SIZE
+
+
+@pytest.mark.parametrize("token_id", [3, VOCABULARY_SIZE - 1])
+def test_what_is_no_number_comes_before_all_others(token_id: int, tmp_path: Path) -> None:
+    def break_row(head: torch.Tensor) -> None:
+        head[token_id] = torch.nan
+
+    model = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE)
+    worker = load(change_head(model, break_row), self_check=False)
+    sequences = Sequences(worker, (15,), (1,))
+    maxima, chosen = worker.draft_likeliest(sequences.plan, 2)
+    assert np.isnan(maxima).all()
+    assert (chosen == token_id).all()
+
+
+def test_a_run_stays_within_its_blocks_and_the_models_context(tmp_path: Path) -> None:
+    worker = load(build_tiny_model("llama", tmp_path, context=32))
+    tokens, blocks = tuple(range(2, 30)), (0, 1)
+    plan = StepPlan((SequenceSlice(tokens, 0, blocks, 1),))
+    worker.draft_likeliest(plan, 5)  # the last token is not run
+    with pytest.raises(IndexError, match="context of 32"):
+        worker.draft_likeliest(plan, 6)
+    with pytest.raises(IndexError, match="1 blocks"):
+        worker.draft_likeliest(StepPlan((SequenceSlice(tokens[:14], 0, (0,), 1),)), 4)
+
+
+async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "LONGEST_HOST_RUN_S", 1e9)  # however slow this machine is
+    drafts, runs = [], []
+    for kind in (DraftRuns.LIKELIEST, DraftRuns.NONE):
+        worker = load(directory)
+        assert worker.draft_runs is DraftRuns.LIKELIEST
+        run = worker.draft_likeliest
+        monkeypatch.setattr(worker, "draft_likeliest", lambda plan, num, run=run: runs.append(num) or run(plan, num))
+        worker.draft_runs = kind
+        proposer = Proposer(worker)
+        tokens = [token % VOCABULARY_SIZE for token in random_tokens(5, 40)]
+        for round_id, end in enumerate((20, 23, 22, 30)):
+            proposal = await proposer.propose(ProposeRequest(make_round(tokens[:end], round_id=round_id), gamma=6))
+            drafts.append((proposal.draft_token_ids.tolist(), proposal.kv_len))
+        proposer.check_integrity()
+        await proposer.close()
+    assert drafts[:4] == drafts[4:]
+    assert runs[1:] == [6, 6, 6]  # and perhaps the rest of the first

@@ -1,0 +1,125 @@
+"""Greedy drafts that a worker runs in one go: the same as one step at a time, and where they are not run so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from draft_service.pace import Predraft
+from draft_service.proposer import DraftOptions, Proposer
+from specdec.engine.base import StepPlan
+from specdec.engine.loop.steps import LONGEST_HOST_RUN_S
+from specdec.errors import Internal
+from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
+from tests.support.following_worker import LikeliestWorker
+from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
+
+TOKENS = [3 + index * 7 % 20 for index in range(60)]
+GAMMA = 5
+GREEDY = SamplingFilters(temperature=0.0)
+
+
+@dataclass
+class Rig:
+    """A replica whose every step takes `step_s`, and has been measured."""
+
+    step_s: float = 0.001
+    worker: TableWorker = field(default_factory=LikeliestWorker)
+    options: DraftOptions = field(default_factory=DraftOptions)
+    now_s: float = 0.0
+    num_rounds: int = 0
+
+    async def __aenter__(self) -> Rig:
+        execute = self.worker.execute
+
+        def slowly(plan: StepPlan):
+            self.now_s += self.step_s
+            return execute(plan)
+
+        self.worker.execute = slowly  # type: ignore[method-assign]
+        self._proposer = Proposer(self.worker, drafting=self.options, clock=lambda: self.now_s)
+        await self.propose(SamplingFilters(temperature=0.0, repetition_penalty=1.5))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._proposer.check_integrity()
+        await self._proposer.close()
+
+    async def propose(
+        self, filters: SamplingFilters = GREEDY, num_tokens: int = 21, draw_rule: DrawRule = DrawRule.DISTRIBUTION
+    ) -> Proposal:
+        self.num_rounds += 1
+        asked = make_round(TOKENS[:num_tokens], filters=filters, output_start=20, round_id=self.num_rounds,
+                           draw_rule=draw_rule)  # fmt: skip
+        return await self._proposer.propose(ProposeRequest(asked, GAMMA))
+
+    @property
+    def runs(self) -> list[int]:
+        assert isinstance(self.worker, LikeliestWorker)
+        return self.worker.runs
+
+
+@pytest.mark.parametrize("num_end_tokens", [0, 2, 8, 20])
+async def test_a_run_drafts_what_single_steps_draft(num_end_tokens: int) -> None:
+    filters = SamplingFilters(temperature=0.0, end_token_ids=tuple(range(3, 3 + num_end_tokens)))
+    async with Rig() as rig, Rig(worker=TableWorker()) as plain:
+        for num_tokens in (21, 23, 22, 36, 37):  # 22: one that was refused
+            actual, expected = await rig.propose(filters, num_tokens), await plain.propose(filters, num_tokens)
+            assert actual.draft_token_ids.tolist() == expected.draft_token_ids.tolist()
+            assert (actual.kv_len, actual.supports) == (expected.kv_len, expected.supports)
+        assert rig.runs == [GAMMA] * 5
+
+
+@pytest.mark.parametrize(
+    ("filters", "draw_rule"),
+    [
+        (SamplingFilters(temperature=0.7), DrawRule.DISTRIBUTION),
+        (SamplingFilters(temperature=0.7), DrawRule.COUPLED),
+        (SamplingFilters(temperature=0.0, presence_penalty=0.5), DrawRule.DISTRIBUTION),
+        (SamplingFilters(temperature=0.0, logit_bias={4: 9.0}), DrawRule.DISTRIBUTION),
+        (SamplingFilters(temperature=0.0, min_new_tokens=9, end_token_ids=(5, 6, 7)), DrawRule.DISTRIBUTION),
+    ],
+)
+async def test_tokens_that_are_not_the_models_likeliest_are_drawn_one_step_at_a_time(
+    filters: SamplingFilters, draw_rule: DrawRule
+) -> None:
+    async with Rig() as rig, Rig(worker=TableWorker()) as plain:
+        actual = await rig.propose(filters, draw_rule=draw_rule)
+        expected = await plain.propose(filters, draw_rule=draw_rule)
+        assert actual.draft_token_ids.tolist() == expected.draft_token_ids.tolist()
+        assert rig.runs == []
+
+
+@pytest.mark.parametrize(("step_s", "num_runs"), [(LONGEST_HOST_RUN_S / 20, 1), (LONGEST_HOST_RUN_S / 2, 0)])
+async def test_who_comes_meanwhile_waits_for_no_long_run(step_s: float, num_runs: int) -> None:
+    async with Rig(step_s) as rig:
+        await rig.propose()
+        assert len(rig.runs) == num_runs
+
+
+async def test_where_the_likeliest_tokens_are_noted_steps_are_single() -> None:
+    async with Rig(options=DraftOptions(predraft=Predraft.ON)) as rig:
+        await rig.propose()
+        assert rig.runs == []
+
+
+async def test_logits_that_are_not_finite_fail_the_call() -> None:
+    async with Rig() as rig:
+        assert isinstance(rig.worker, LikeliestWorker)
+        third = rig.worker.greedy_continuation(TOKENS[:21], 3)[2]
+        rig.worker.non_finite[third] = float("nan")
+        with pytest.raises(Internal):
+            await rig.propose()
+        rig.worker.non_finite.clear()
+        assert len((await rig.propose()).draft_token_ids) == GAMMA
+
+
+async def test_a_run_that_crashes_fails_its_call_and_the_replica_goes_on() -> None:
+    async with Rig() as rig:
+        rig.worker.fail_next = RuntimeError("a kernel failed")
+        with pytest.raises(Internal):
+            await rig.propose()
+        assert len((await rig.propose()).draft_token_ids) == GAMMA
+        assert rig.runs == [GAMMA, GAMMA]
