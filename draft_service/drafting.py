@@ -15,6 +15,7 @@ from draft_service.scoring import score_of
 from specdec.engine.base import DraftRuns
 from specdec.engine.drafting.device_run import DeviceRun
 from specdec.engine.drafting.drawing import Draft, Drawing
+from specdec.engine.drafting.likeliest_run import LikeliestRun
 from specdec.engine.drafting.run_policy import RunPolicy
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import DraftRun, Job, Program
@@ -64,6 +65,8 @@ class DraftProgram(Program):
         )
         if num_steps < 2 or not self._runs.may_run(jobs, kind, num_likeliest):
             return None
+        if kind is DraftRuns.LIKELIEST:
+            return LikeliestRun(jobs, num_steps, _go_on)
         return DeviceRun(self._drawing, self._runs, jobs, num_steps, num_likeliest, _go_on)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey, Stream, philox4x32, seed_words
 from specdec.core.sparse import support_of_likeliest
+from specdec.engine.base import StepPlan, Worker
 from specdec.engine.drafting.drawing import Draft, Drawing, context_of, draw_key_of
 from specdec.engine.drafting.run_policy import RunPolicy
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
@@ -69,12 +70,16 @@ class DeviceRun:
         self._drawn: list[list[torch.Tensor]] = []
         self._steps: list[list[NDArray[Any]]] = []
 
-    def note(self, logits: NDArray[np.float32], token_ids: NDArray[np.int64]) -> None:
-        """See `DraftRun.note`."""
-        self._steps = [list(step) for step in zip(logits, token_ids, strict=True)]
+    def run_on(self, worker: Worker, plan: StepPlan) -> bool:
+        """See `DraftRun.run_on`."""
+        if not worker.draft(plan, self.num_steps, self._draw):
+            return False
+        read = iter(to_host(*(tensor for drawn in self._drawn for tensor in drawn)))
+        self._steps = [[next(read) for _ in drawn] for drawn in self._drawn]
+        return True
 
-    def draw(self, index: int, logits: torch.Tensor) -> torch.Tensor:
-        """See `DraftRun.draw`."""
+    def _draw(self, index: int, logits: torch.Tensor) -> torch.Tensor:
+        """See `engine.base.Worker.draft`."""
         maxima, token_ids = logits.max(dim=-1)
         noted = []
         for part in self._parts:
@@ -83,11 +88,6 @@ class DeviceRun:
             noted += own_noted
         self._drawn.append([maxima, token_ids, *noted])
         return token_ids
-
-    def read(self) -> None:
-        """See `DraftRun.read`."""
-        read = iter(to_host(*(tensor for drawn in self._drawn for tensor in drawn)))
-        self._steps = [[next(read) for _ in drawn] for drawn in self._drawn]
 
     def take(self, index: int, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """See `DraftRun.take`."""

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from specdec.engine.base import DraftRuns, SequenceSlice
+from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
@@ -192,16 +191,12 @@ class DraftRun(Protocol):
 
     num_steps: int
 
-    def note(self, logits: NDArray[np.float32], token_ids: NDArray[np.int64]) -> None:
-        """What `engine.base.Worker.draft_likeliest` chose, instead of `draw` and `read`."""
-        ...
+    def run_on(self, worker: Worker, plan: StepPlan) -> bool:
+        """Runs them, the first of them `plan`, of a slice a job, and waits for what was drawn.
 
-    def draw(self, index: int, logits: torch.Tensor) -> torch.Tensor:
-        """See `engine.base.Worker.draft`: int64 [B] of float32 [B, V], rows in the order of the run's jobs."""
-        ...
-
-    def read(self) -> None:
-        """Waits for what was drawn."""
+        Returns:
+            False where the worker cannot; nothing was run then.
+        """
         ...
 
     def take(

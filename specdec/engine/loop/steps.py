@@ -139,7 +139,7 @@ class StepRunner:
         )
         self.watchdog.plan = plan = StepPlan(slices)
         run = self._draft_run(jobs, chunks, plan, num_awaited)
-        if run is not None and not self._run_drafts(run, plan):
+        if run is not None and not run.run_on(self._worker, plan):
             run = None
         logits = self._worker.execute(plan) if run is None else None
         step_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -177,16 +177,6 @@ class StepRunner:
         run_s = self._scheduler.predict_step_s(first)
         run_s += (run.num_steps - 1) * self._scheduler.predict_step_s(further)
         return run if run_s <= LONGEST_HOST_RUN_S else None
-
-    def _run_drafts(self, run: DraftRun, plan: StepPlan) -> bool:
-        """Whether the worker ran it."""
-        if self._worker.draft_runs is DraftRuns.LIKELIEST:
-            run.note(*self._worker.draft_likeliest(plan, run.num_steps))
-        elif self._worker.draft(plan, run.num_steps, run.draw):
-            run.read()
-        else:
-            return False
-        return True
 
     def _take_drafts(self, run: DraftRun, jobs: list[Job]) -> list[Job]:
         """Gives jobs what a run drew for them; returns those whose passes were good."""

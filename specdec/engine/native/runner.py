@@ -105,6 +105,7 @@ class NativeRunner(Worker):
         self._numbers = np.empty(0, dtype=np.int64)
         """What `_batch` points into, as it does into the next."""
         self._scratch = torch.empty(0)
+        self._run_logits = torch.empty(0)
         self._placed = (0, 0, 0)
         """Tokens, score columns and threads that `_batch` has working memory for."""
 
@@ -141,7 +142,7 @@ class NativeRunner(Worker):
             model = native_head.structure.model
         else:
             model = self._drafts[plan.local_draft] if plan.local_draft else self._model
-        self._numbers = self._place_numbers(slices)
+        self._numbers, _ = self._place_numbers(slices)
         num_threads = torch.get_num_threads()
         longest = max(piece.start + len(piece.token_ids) for piece in slices)
         self._place_scratch(batch.tokens, longest, num_threads)
@@ -163,23 +164,23 @@ class NativeRunner(Worker):
 
     def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Runs a step and those that follow it; see `engine.base.Worker.draft_likeliest`."""
-        batch, model = self._batch, self._model
-        ends = np.array([piece.start + len(piece.token_ids) for piece in plan.slices])
+        batch, model, num_slices = self._batch, self._model, len(plan.slices)
+        ends = [piece.start + len(piece.token_ids) for piece in plan.slices]
         slices = [_with_room(piece, num_steps - 1) for piece in plan.slices]
         self._check(slices, num_steps - 1)
-        self._numbers = self._place_numbers(slices)
-        longest = int(ends.max()) + num_steps - 1
+        rows, starts = range(num_slices + 1), [end + step for step in range(num_steps - 1) for end in ends]
+        chosen = [0] * num_steps * num_slices
+        self._numbers, (run_rows, run_starts, run_chosen) = self._place_numbers(slices, rows, starts, chosen)
         num_threads = torch.get_num_threads()
-        self._place_scratch(batch.tokens, longest, num_threads)
-        logits = torch.empty(batch.logit_rows, self._packing.padded(model.head.outputs))
-        batch.logits = logits.data_ptr()
-        rows, starts = np.arange(len(slices) + 1), ends + np.arange(num_steps - 1)[:, None]
-        chosen = np.empty((num_steps, len(slices)), dtype=np.int64)
-        maxima = np.empty((num_steps, len(slices)), dtype=np.float32)
-        run = Run(num_steps, self.shape.vocabulary_size,
-                  *(array.ctypes.data for array in (rows, starts, chosen, maxima)))  # fmt: skip
+        self._place_scratch(batch.tokens, max(ends) + num_steps - 1, num_threads)
+        width = self._packing.padded(model.head.outputs)
+        if self._run_logits.numel() < num_slices * width:
+            self._run_logits = torch.empty(num_slices * width)
+        batch.logits = self._run_logits.data_ptr()
+        maxima = np.empty((num_steps, num_slices), dtype=np.float32)
+        run = Run(num_steps, self.shape.vocabulary_size, run_rows, run_starts, run_chosen, maxima.ctypes.data)
         self._library.specdec_run(ctypes.byref(model), ctypes.byref(batch), ctypes.byref(run), num_threads)
-        return maxima, chosen
+        return maxima, self._numbers[-len(chosen) :].reshape(maxima.shape)
 
     def _take_heads(self, heads: Mapping[str, LocalHead]) -> dict[str, NativeHead]:
         """Those that the kernels compute; a full step writes for them from now on."""
@@ -208,8 +209,10 @@ class NativeRunner(Worker):
         """Copies KV blocks in; see `engine.base.Worker.write_blocks`."""
         self._cache.copies.write(block_ids, rows)
 
-    def _place_numbers(self, slices: Sequence[SequenceSlice]) -> NDArray[np.int64]:
-        """Points the batch at a plan's numbers; returns what holds them.
+    def _place_numbers(
+        self, slices: Sequence[SequenceSlice], *more: Sequence[int]
+    ) -> tuple[NDArray[np.int64], list[int]]:
+        """Points the batch at a plan's numbers; returns what holds them, `more` at its end, and where each of those is.
 
         They lie in one array: a draft step is so short that making six would show.
         """
@@ -228,13 +231,14 @@ class NativeRunner(Worker):
         }
         _require_range(columns["token_ids"], self._num_embeddings, "token id", "embeddings")
         _require_range(columns["tables"], self._cache.num_blocks, "block of the plan", "KV blocks")
-        numbers = np.array([*chain.from_iterable(columns.values())], dtype=np.int64)
+        numbers = np.array([*chain(*columns.values(), *more)], dtype=np.int64)
         batch, address = self._batch, numbers.ctypes.data
         for name, column in columns.items():
             setattr(batch, name, address)
             address += len(column) * numbers.itemsize
         batch.tokens, batch.sequences, batch.logit_rows = first_rows[-1], len(slices), len(columns["rows_wanted"])
-        return numbers
+        places = accumulate((len(column) * numbers.itemsize for column in more[:-1]), initial=address)
+        return numbers, list(places)
 
     def _check(self, slices: Sequence[SequenceSlice], num_further: int = 0) -> None:
         """Raises IndexError where a slice, with so many further tokens, reaches beyond what it names: the kernels would
