@@ -1,7 +1,7 @@
 // The likeliest token of a row of logits.
 //
 // As NumPy's argmax says it: of equal ones the first, and what is no number counts as larger than anything. Not here:
-// what is drawn from a law (`noise.h`). Included by `step.cpp`.
+// what is drawn from a law (`noise.h`). Included by `step.cpp`, and called from `specdec.engine.logits.kernel_choices`.
 
 #pragma once
 
@@ -9,23 +9,44 @@
 
 namespace {
 
+constexpr int ABREAST = 4;  // vectors that do not wait for each other
+constexpr int64_t STRETCH = 4 * ABREAST * LANES;  // numbers between two looks at all lanes
+
+inline bool has_any(Integers lanes) {
+    int32_t any = 0;
+    for (int lane = 0; lane < LANES; ++lane) any |= lanes[lane];
+    return any != 0;
+}
+
 int64_t likeliest(const float* logits, int64_t num_tokens) {
-    const int64_t whole = num_tokens / LANES * LANES;
-    Vector best = broadcast(-__builtin_inff());
-    Integers odd{};  // lanes in which something was no number
-    for (int64_t at = 0; at < whole; at += LANES) {
-        const Vector here = load(logits + at);
-        odd |= here != here;
-        best = here > best ? here : best;
-    }
-    float most = largest(best);
+    const int64_t whole = num_tokens / STRETCH * STRETCH;
+    Vector best[ABREAST];
+    Integers odd[ABREAST] = {};  // lanes in which something was no number
+    for (Vector& one : best) one = broadcast(-__builtin_inff());
+    for (int64_t at = 0; at < whole; at += ABREAST * LANES)
+#pragma GCC unroll 4
+        for (int next = 0; next < ABREAST; ++next) {
+            const Vector here = load(logits + at + next * LANES);
+            odd[next] |= here != here;
+            best[next] = here > best[next] ? here : best[next];
+        }
+    float most = -__builtin_inff();
     bool is_odd = false;
-    for (int lane = 0; lane < LANES; ++lane) is_odd |= odd[lane] != 0;
+    for (int next = 0; next < ABREAST; ++next) {
+        is_odd |= has_any(odd[next]);
+        most = largest(best[next]) > most ? largest(best[next]) : most;
+    }
     for (int64_t at = whole; at < num_tokens; ++at) {
         is_odd |= logits[at] != logits[at];
         most = logits[at] > most ? logits[at] : most;
     }
-    for (int64_t at = 0; at < num_tokens; ++at)
+    int64_t at = 0;
+    for (; !is_odd && at < whole; at += STRETCH) {
+        Integers found{};
+        for (int64_t next = at; next < at + STRETCH; next += LANES) found |= load(logits + next) == most;
+        if (has_any(found)) break;
+    }
+    for (; at < num_tokens; ++at)
         if (is_odd ? logits[at] != logits[at] : logits[at] == most) return at;
     return 0;
 }

@@ -72,6 +72,15 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
     }
 }
 
+// Rows of logits that begin `stride` apart: the likeliest token of each, and its logit.
+void specdec_likeliest(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t* token_ids,
+                       float* maxima) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+        token_ids[row] = likeliest(logits + row * stride, num_tokens);
+        maxima[row] = logits[row * stride + token_ids[row]];
+    }
+}
+
 // A step of one logit row a sequence, and those that follow it; the batch's tables have blocks for all of them.
 void specdec_run(const Model* model, const Batch* batch, const Run* run, int num_threads) {
     Batch step = *batch;
@@ -84,11 +93,8 @@ void specdec_run(const Model* model, const Batch* batch, const Run* run, int num
             step.token_ids = chosen - step.sequences;
         }
         specdec_step(model, &step, num_threads);
-        for (int64_t row = 0; row < step.sequences; ++row) {
-            const float* logits = step.logits + row * padded(model->head.outputs);
-            chosen[row] = likeliest(logits, run->num_tokens);
-            run->logits[index * step.sequences + row] = logits[chosen[row]];
-        }
+        specdec_likeliest(step.logits, step.sequences, padded(model->head.outputs), run->num_tokens, chosen,
+                          run->logits + index * step.sequences);
     }
 }
 

@@ -1,10 +1,13 @@
-"""Coupled choices by the kernels, where this process has them: the winner of 262,144 tokens in a millisecond.
+"""Choices among logits and laws by the kernels, where this process has them.
 
-Not here: what a coupled choice is, and what makes it elsewhere (`rows`, which alone calls this).
+The coupled winner of 262,144 tokens takes a millisecond. A row's likeliest token takes NumPy no longer; but after a
+step has read its weights through all caches, NumPy's own code comes from memory again. Not here: what a coupled choice
+is (`rows`), what is made of likeliest tokens (`step_logits`); these two call this, and choose by themselves elsewhere.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +16,19 @@ from numpy.typing import NDArray
 
 from specdec.core.random import seed_words
 from specdec.engine.kernels.library import loaded_library
+
+
+def likeliest(logits: torch.Tensor) -> tuple[list[int], list[float]] | None:
+    """Of each row of float32 [R, V] on the host: the first of its likeliest tokens, and its logit; what is no number
+    counts as larger than anything. None where this process has no kernels, or they are not for these rows.
+    """
+    library = loaded_library()
+    num_rows, num_tokens = logits.shape
+    if library is None or not num_tokens or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return None
+    token_ids, maxima = (ctypes.c_int64 * num_rows)(), (ctypes.c_float * num_rows)()
+    library.specdec_likeliest(logits.data_ptr(), num_rows, logits.stride(0), num_tokens, token_ids, maxima)
+    return token_ids[:], maxima[:]
 
 
 def coupled_choices(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.transfer import to_device, to_host
 
 
@@ -31,6 +32,9 @@ class StepLogits:
     def read(cls, values: torch.Tensor) -> StepLogits:
         """Takes float32 [R, V]; one copy to the host."""
         if values.device.type == "cpu":
+            chosen = kernel_choices.likeliest(values)
+            if chosen is not None:
+                return cls(values, *chosen)
             array = values.numpy()  # whose argmax takes an eighth of the time of PyTorch's
             ids: list[int] = array.argmax(axis=-1).tolist()
             return cls(values, ids, [float(row[token_id]) for row, token_id in zip(array, ids, strict=True)])

@@ -9,6 +9,7 @@ computes stands in `step.cpp` beside that. Weights that a shorter format holds e
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_int
 from dataclasses import replace
@@ -102,7 +103,7 @@ class NativeRunner(Worker):
             self.draft_runs = DraftRuns.LIKELIEST
         self._row_sizes = self._measure_rows()
         self._batch = Batch()
-        self._numbers = np.empty(0, dtype=np.int64)
+        self._numbers = array("q")
         """What `_batch` points into, as it does into the next."""
         self._scratch = torch.empty(0)
         self._run_logits = torch.empty(0)
@@ -160,6 +161,8 @@ class NativeRunner(Worker):
         self._library.specdec_step(ctypes.byref(model), ctypes.byref(batch), num_threads)
         if outputs is not None:
             self._tell_heads(plan, outputs)
+        if logits.shape[1] == self.shape.vocabulary_size:
+            return logits
         return logits[:, : self.shape.vocabulary_size].contiguous()
 
     def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -180,7 +183,8 @@ class NativeRunner(Worker):
         maxima = np.empty((num_steps, num_slices), dtype=np.float32)
         run = Run(num_steps, self.shape.vocabulary_size, run_rows, run_starts, run_chosen, maxima.ctypes.data)
         self._library.specdec_run(ctypes.byref(model), ctypes.byref(batch), ctypes.byref(run), num_threads)
-        return maxima, self._numbers[-len(chosen) :].reshape(maxima.shape)
+        numbers = np.frombuffer(self._numbers, dtype=np.int64)
+        return maxima, numbers[-len(chosen) :].reshape(maxima.shape)
 
     def _take_heads(self, heads: Mapping[str, LocalHead]) -> dict[str, NativeHead]:
         """Those that the kernels compute; a full step writes for them from now on."""
@@ -209,12 +213,11 @@ class NativeRunner(Worker):
         """Copies KV blocks in; see `engine.base.Worker.write_blocks`."""
         self._cache.copies.write(block_ids, rows)
 
-    def _place_numbers(
-        self, slices: Sequence[SequenceSlice], *more: Sequence[int]
-    ) -> tuple[NDArray[np.int64], list[int]]:
+    def _place_numbers(self, slices: Sequence[SequenceSlice], *more: Sequence[int]) -> tuple[array[int], list[int]]:
         """Points the batch at a plan's numbers; returns what holds them, `more` at its end, and where each of those is.
 
-        They lie in one array: a draft step is so short that making six would show.
+        They lie in one array: a draft step is so short that making six would show. It is none of NumPy's, which would
+        take longer, above all where the caches are cold.
         """
         first_rows = [0, *accumulate(len(piece.token_ids) for piece in slices)]
         columns = {
@@ -231,8 +234,8 @@ class NativeRunner(Worker):
         }
         _require_range(columns["token_ids"], self._num_embeddings, "token id", "embeddings")
         _require_range(columns["tables"], self._cache.num_blocks, "block of the plan", "KV blocks")
-        numbers = np.array([*chain(*columns.values(), *more)], dtype=np.int64)
-        batch, address = self._batch, numbers.ctypes.data
+        numbers = array("q", [*chain(*columns.values(), *more)])
+        batch, (address, _) = self._batch, numbers.buffer_info()
         for name, column in columns.items():
             setattr(batch, name, address)
             address += len(column) * numbers.itemsize

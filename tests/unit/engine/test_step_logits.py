@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from specdec.engine.kernels.library import load_library
+from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host, unpacked
 
 
+@pytest.fixture(params=["kernels", "numpy"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What reads rows on the host."""
+    library = load_library(None) if request.param == "kernels" else None
+    monkeypatch.setattr(kernel_choices, "loaded_library", lambda: library)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("reader")
 def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_takes_the_law() -> None:
     rows = torch.tensor(
         [
@@ -29,6 +41,23 @@ def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_takes_the_
     torch.testing.assert_close(part.values, rows[[1, 4]], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 255, 256, 257, 1000])
+def test_either_reader_takes_what_numpys_argmax_takes(num_tokens: int, reader: str) -> None:
+    generator = np.random.default_rng(num_tokens)
+    rows = np.round(generator.standard_normal((200, num_tokens)).astype(np.float32), 1)  # many are equal
+    rows[1::4] -= 50.0
+    rows[2::8, generator.integers(num_tokens)] = np.inf
+    rows[3::8, generator.integers(num_tokens)] = np.nan
+    rows[4::16] = -np.inf
+    padded = np.full((200, num_tokens + 3), 1e9, dtype=np.float32)  # of which a part is read
+    padded[:, :num_tokens] = rows
+    read = StepLogits.read(torch.from_numpy(padded)[:, :num_tokens])
+    assert read.likeliest_ids == rows.argmax(axis=-1).tolist()
+    assert read.is_finite == np.isfinite(rows[np.arange(200), rows.argmax(axis=-1)]).tolist()
+    assert (kernel_choices.likeliest(read.values) is None) == (reader == "numpy")
+
+
+@pytest.mark.usefixtures("reader")
 def test_a_step_without_rows_is_read_too() -> None:
     assert StepLogits.read(torch.zeros(0, 7)).is_finite == []
 
