@@ -196,7 +196,10 @@ class Lane(asyncio.Protocol):
 
     async def _reply(self, item: Any, received_s: float) -> None:
         self._replies.append((await self._host.frames.reply_to(item, received_s), received_s))
-        self._kick()
+        if len(self._in_flight) == 1:  # nothing to share a frame with
+            self._flush()
+        else:
+            self._kick()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)

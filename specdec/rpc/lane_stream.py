@@ -1,8 +1,8 @@
 """The link's end of a lane: the calls of a `LinkStream`, their frames over a socket instead of a gRPC stream.
 
-What is asked within one turn of the event loop is written at its end, and an answer is decoded in the turn that reads
-it. Not here: which of the two a link opens (`client`), calls and patience (`link_stream`), what the ends of a socket
-say to each other (`lanes`).
+What is asked within one turn of the event loop is written at its end, and a call that no other waits beside at once; an
+answer is decoded in the turn that reads it. Not here: which of the two a link opens (`client`), calls and patience
+(`link_stream`), what the ends of a socket say to each other (`lanes`).
 """
 
 from __future__ import annotations
@@ -136,9 +136,13 @@ class LaneStream(LinkStream, asyncio.Protocol):
         return await self._over
 
     def _kick(self) -> None:
-        if self._transport is not None and not self._is_flushing:
-            self._is_flushing = True
-            self._loop.call_soon(self._flush)
+        if self._transport is None or self._is_flushing:
+            return
+        if self._calls.is_lone:  # nothing to share a frame with
+            self._flush()
+            return
+        self._is_flushing = True
+        self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._is_flushing = False

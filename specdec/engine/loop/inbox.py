@@ -82,9 +82,8 @@ class Inbox:
         """Two turns of the event loop: the first reads what has come, or goes on with whoever has been answered; the
         second begins what was read, or writes the answers.
         """
-        for _ in range(2):
-            self.event_loop.call_soon(self.event_loop.stop)
-            self.event_loop.run_forever()
+        self.event_loop.call_soon(self.event_loop.call_soon, self.event_loop.stop)
+        self.event_loop.run_forever()
 
     def _sleep(self, patience_s: float | None, *, may_end: bool) -> None:
         with self._lock:
