@@ -13,6 +13,7 @@ import ctypes
 import gc
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 #: Container objects more than were freed, until the cyclic collector looks for garbage among the youngest.
 _GC_ALLOCATIONS = 50_000
+
+#: It takes a tenth of a process's start: not for one that may be gone soon, and not before its first calls.
+_GATHER_AFTER_S = 15.0
 
 _PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
@@ -48,22 +52,25 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Keeps the cyclic collector from walking what lives as long as the process, and from running many times a second,
-    and gathers it in large pages.
+    """Keeps the cyclic collector from walking what lives as long as the process, and from running many times a second;
+    and has it gathered in large pages, a while later.
 
     Hardly anything that services make is cyclic: references free what a round made. Call it once all is loaded.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_ALLOCATIONS, 10, 10)
-    _log.debug("%d MB are in large pages now", gather_pages() >> 20)
+    later = threading.Timer(_GATHER_AFTER_S, lambda: _log.debug("%d MB in large pages", gather_pages() >> 20))
+    later.daemon = True
+    later.start()
 
 
 def gather_pages() -> int:
-    """Has the system move what this process uses of its memory to pages of 2 MB; it takes some hundredths of a second.
+    """Has the system move what this process uses of its memory to pages of 2 MB: some tenths of a second, in which other
+    threads run.
 
     Returns:
-        Bytes that lie in such pages now; 0 on a system without them (before Linux 6.1), or one that is told never to
+        Bytes that were moved; 0 on a system without them (before Linux 6.1), or one that is told never to
         give any.
     """
     try:
@@ -74,11 +81,16 @@ def gather_pages() -> int:
     except (OSError, AttributeError):
         return 0
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    num_gathered = 0
+    before = _num_large_kb(mappings)
     for begin, end, used_kb in _OWN_MEMORY.findall(mappings):
         first, last = int(begin, 16), int(end, 16)
         if int(used_kb) << 10 < _LEAST_USED * (last - first):
             continue
-        for page in range(-(-first // _PAGE_BYTES) * _PAGE_BYTES, last - _PAGE_BYTES + 1, _PAGE_BYTES):
-            num_gathered += madvise(page, _PAGE_BYTES, _MADV_COLLAPSE) == 0
-    return num_gathered * _PAGE_BYTES
+        first, last = -(-first // _PAGE_BYTES) * _PAGE_BYTES, last // _PAGE_BYTES * _PAGE_BYTES
+        if first < last:  # at once: each call begins with all processors' putting away what they have in hand
+            madvise(first, last - first, _MADV_COLLAPSE)
+    return (_num_large_kb(_MAPPINGS.read_text()) - before) << 10
+
+
+def _num_large_kb(mappings: str) -> int:
+    return sum(int(kb) for kb in re.findall(r"^AnonHugePages: +(\d+) kB$", mappings, re.MULTILINE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ done.set()
 
 
 def test_what_a_process_uses_moves_to_large_pages_and_takes_no_more_memory() -> None:
+    kept = [[number] for number in range(300_000)]
     if not memory.gather_pages():
         pytest.skip("this system gives no large pages when asked (before Linux 6.1, or told never to)")
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
@@ -51,6 +53,18 @@ def test_where_the_system_is_told_never_to_or_has_none_nothing_is_asked_of_it(
     setting.write_text("always madvise [never]\n")
     monkeypatch.setattr(memory, name, setting if name == "_SETTING" else tmp_path / "missing")
     assert memory.gather_pages() == 0
+
+
+def test_a_service_that_stays_has_its_memory_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = threading.Event()
+    monkeypatch.setattr(memory, "_GATHER_AFTER_S", 0.0)
+    monkeypatch.setattr(memory, "gather_pages", lambda: gathered.set() or 0)
+    thresholds = gc.get_threshold()
+    try:
+        memory.settle()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gathered.wait(10.0)
 
 
 def test_the_collector_rests_while_much_is_imported_and_not_longer() -> None:
