@@ -66,8 +66,9 @@ def settle() -> None:
 
 
 def gather_pages() -> int:
-    """Has the system move what this process uses of its memory to pages of 2 MB: some tenths of a second, in which other
-    threads run.
+    """Has the system move what this process uses of its memory to pages of 2 MB.
+
+    It takes some tenths of a second, in which other threads run but for moments of some milliseconds.
 
     Returns:
         Bytes that were moved; 0 on a system without them (before Linux 6.1), or one that is told never to
