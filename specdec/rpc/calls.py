@@ -75,11 +75,6 @@ class OpenCalls:
         return len(self._owed) > MAX_OWED
 
     @property
-    def is_lone(self) -> bool:
-        """Whether at most one call waits."""
-        return len(self._pending) < 2
-
-    @property
     def oldest(self) -> PendingCall | None:
         """The call that has waited longest."""
         return next(iter(self._pending.values()), None)

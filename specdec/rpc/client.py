@@ -171,7 +171,7 @@ class _Link(Generic[RequestT, ReplyT]):
         stream = self._device_streams.get(model)
         if stream is None or stream.closed:
             self._device_streams = _open_ones(self._device_streams)
-            stream = self._device_streams[model] = self._open_lane(self.device_lane, model)
+            stream = self._device_streams[model] = self._open_lane(self.device_lane, model, is_for_lone_calls=True)
         return stream
 
     def _open_stream(self, model: str) -> LinkStream:
@@ -180,20 +180,24 @@ class _Link(Generic[RequestT, ReplyT]):
             stream.break_off(f"{self.address}: the replica has a lane")
         if stream is None or stream.closed:
             self._streams = _open_ones(self._streams)
-            has_lane = self._has_lane(self.lane)
-            stream = self._streams[model] = self._open_lane(self.lane, model) if has_lane else self._open_grpc(model)
+            if self._has_lane(self.lane):
+                stream = self._open_lane(self.lane, model, is_for_lone_calls=False)
+            else:
+                stream = self._open_grpc(model)
+            self._streams[model] = stream
         return stream
 
     def _has_lane(self, name: str) -> bool:
         """Whether the replica has a lane that can be used and was not lost before."""
         return not self._closed and name not in self._lost_lanes and is_name(name)
 
-    def _open_lane(self, name: str, model: str) -> LinkStream:
+    def _open_lane(self, name: str, model: str, *, is_for_lone_calls: bool) -> LinkStream:
         def note_lost() -> None:
             self._lost_lanes = {name, *self._lost_lanes} & {self.lane, self.device_lane}
 
         meet = partial(self._meet, model)
-        return LaneStream(name, model, self._items_of, self._decode, self.address, meet, note_lost)
+        return LaneStream(name, model, self._items_of, self._decode, self.address, meet, note_lost,
+                          is_for_lone_calls=is_for_lone_calls)  # fmt: skip
 
     def _open_grpc(self, model: str) -> LinkStream:
         # Without serializers: frames are bytes here.

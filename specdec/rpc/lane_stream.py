@@ -1,6 +1,6 @@
 """The link's end of a lane: the calls of a `LinkStream`, their frames over a socket instead of a gRPC stream.
 
-What is asked within one turn of the event loop is written at its end, and a call that no other waits beside at once; an
+What is asked within one turn of the event loop is written at its end, or at once where calls come one at a time; an
 answer is decoded in the turn that reads it. Not here: which of the two a link opens (`client`), calls and patience
 (`link_stream`), what the ends of a socket say to each other (`lanes`).
 """
@@ -48,16 +48,20 @@ class LaneStream(LinkStream, asyncio.Protocol):
         address: str,
         meet: Callable[[Any], None],
         on_lost: Callable[[], None],
+        *,
+        is_for_lone_calls: bool,
     ) -> None:
         """
         Args:
             name: of the lane.
             model: the only one that may answer; "": any.
             on_lost: told when it is over, unless it was closed here.
+            is_for_lone_calls: whether calls come one at a time, so that none has another to share a frame with.
         """
         self._name = name
         self._model = model
         self._on_lost = on_lost
+        self._is_for_lone_calls = is_for_lone_calls
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(MAX_HELLO_BYTES)
         self._has_met = False
@@ -138,11 +142,11 @@ class LaneStream(LinkStream, asyncio.Protocol):
     def _kick(self) -> None:
         if self._transport is None or self._is_flushing:
             return
-        if self._calls.is_lone:  # nothing to share a frame with
+        if self._is_for_lone_calls:
             self._flush()
-            return
-        self._is_flushing = True
-        self._loop.call_soon(self._flush)
+        else:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._is_flushing = False

@@ -55,7 +55,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 class Sequences:
     """Sequences with room for all steps, whose last tokens the first step is to run."""
 
-    def __init__(self, worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...]) -> None:
+    def __init__(
+        self, worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...], num_steps: int = NUM_STEPS
+    ) -> None:
+        self.num_steps = num_steps
         self.worker = worker
         self._manager = BlockManager(NUM_BLOCKS)
         self._tokens = [random_tokens(seed, length) for seed, length in enumerate(lengths)]
@@ -63,7 +66,7 @@ class Sequences:
         self._tables = [BlockTable() for _ in lengths]
         self._starts = [length - num for length, num in zip(lengths, num_last, strict=True)]
         for table, length in zip(self._tables, lengths, strict=True):
-            self._manager.grow(table, length + NUM_STEPS)
+            self._manager.grow(table, length + num_steps)
         if any(self._starts):
             worker.execute(StepPlan(tuple(self._slice(index, 0, end, 0)
                                           for index, end in enumerate(self._starts) if end)))  # fmt: skip
@@ -81,7 +84,7 @@ class Sequences:
     def one_by_one(self) -> tuple[np.ndarray, np.ndarray]:
         """As `Worker.draft_likeliest` answers."""
         maxima, chosen = [], []
-        for _ in range(NUM_STEPS):
+        for _ in range(self.num_steps):
             rows = self.worker.execute(self.plan).numpy()
             chosen.append(rows.argmax(axis=-1))
             maxima.append(rows[np.arange(len(rows)), chosen[-1]])
@@ -98,13 +101,15 @@ class Sequences:
         return self.worker.execute(self.plan).numpy()
 
 
-def check_run(worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...]) -> np.ndarray:
+def check_run(
+    worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...], num_steps: int = NUM_STEPS
+) -> np.ndarray:
     """Returns the tokens."""
-    single = Sequences(worker, lengths, num_last)
+    single = Sequences(worker, lengths, num_last, num_steps)
     maxima, chosen = single.one_by_one()
     expected_after = single.last_logits()
-    together = Sequences(worker, lengths, num_last)
-    run_maxima, run_chosen = worker.draft_likeliest(together.plan, NUM_STEPS)
+    together = Sequences(worker, lengths, num_last, num_steps)
+    run_maxima, run_chosen = worker.draft_likeliest(together.plan, num_steps)
     np.testing.assert_array_equal(run_chosen, chosen)
     np.testing.assert_array_equal(run_maxima, maxima)
     for token_ids in run_chosen:
@@ -124,6 +129,12 @@ def test_a_run_is_its_steps_bit_for_bit(
     finally:
         torch.set_num_threads(before)
     assert len(np.unique(chosen)) > 1  # one token over and over would hide a wrong one
+
+
+def test_a_worker_takes_longer_runs_and_larger_batches_one_after_the_other(directory: Path) -> None:
+    worker = load(directory, num_kv_blocks=NUM_BLOCKS)
+    for lengths, num_steps in (((5,), 3), ((5, 20, 33, 41), 70), ((7, 9, 11, 2, 30, 4, 5, 6), 90), ((3,), 90)):
+        check_run(worker, lengths, (1,) * len(lengths), num_steps)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -167,6 +178,12 @@ def test_a_run_stays_within_its_blocks_and_the_models_context(tmp_path: Path) ->
         worker.draft_likeliest(plan, 6)
     with pytest.raises(IndexError, match="1 blocks"):
         worker.draft_likeliest(StepPlan((SequenceSlice(tokens[:14], 0, (0,), 1),)), 4)
+
+
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_a_run_that_does_not_begin_with_a_row_a_slice_is_refused(num_rows: int, directory: Path) -> None:
+    with pytest.raises(ValueError, match="one logit row"):
+        load(directory).draft_likeliest(StepPlan((SequenceSlice((2, 3), 0, (0,), num_rows),)), 2)
 
 
 async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(

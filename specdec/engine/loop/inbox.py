@@ -80,10 +80,12 @@ class Inbox:
 
     def _look(self) -> None:
         """Two turns of the event loop: the first reads what has come, or goes on with whoever has been answered; the
-        second begins what was read, or writes the answers.
+        second begins what was read, or writes the answers. Each ends by a stop of its own: one that the last sleep left
+        behind would make two in one go into a single turn, look after look.
         """
-        self.event_loop.call_soon(self.event_loop.call_soon, self.event_loop.stop)
-        self.event_loop.run_forever()
+        for _ in range(2):
+            self.event_loop.call_soon(self.event_loop.stop)
+            self.event_loop.run_forever()
 
     def _sleep(self, patience_s: float | None, *, may_end: bool) -> None:
         with self._lock:

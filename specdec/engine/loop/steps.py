@@ -29,8 +29,8 @@ from specdec.engine.sessions.calls import Calls
 from specdec.engine.sessions.sequence import Sequence
 from specdec.errors import Internal
 
-#: Most that a run of steps on a processor may take. It saves a tenth of a millisecond a step, and whoever comes
-#: meanwhile waits for all of it.
+#: Most that a run of steps on a processor may take, by its prediction. It saves a tenth of a millisecond a step, and
+#: whoever comes meanwhile waits for all of it.
 LONGEST_HOST_RUN_S = 0.02
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,10 @@ class StepRunner:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self._health.note_step(num_tokens)
         step_s = (self._clock() - began_s) / num_steps
-        self._scheduler.observe_step(self.watchdog.believed_s(step_s))
+        if num_steps == 1:
+            self._scheduler.observe_step(self.watchdog.believed_s(step_s))
+        else:
+            self._scheduler.observe_run(num_steps, len(chunks), num_steps * self.watchdog.believed_s(step_s))
         self._report(len(chunks), num_tokens, step_s)
         for _ in range(num_steps - 1):
             self._report(len(chunks), len(chunks), step_s)
@@ -169,11 +172,13 @@ class StepRunner:
         for job, chunk in zip(jobs, chunks, strict=True):
             if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1:
                 return None
+        first = load_of(plan)
+        if kind is DraftRuns.LIKELIEST and first.num_prefill_tokens:
+            return None  # it gains nothing, and hides from the scheduler what prompts take
         run = self._program.draft_run(jobs, kind)
         if run is None or kind is DraftRuns.ANY:
             return run
-        first = load_of(plan)
-        further = first._replace(num_tokens=len(jobs), num_prefill_tokens=0, num_prefill_pairs=0)
+        further = first._replace(num_tokens=len(jobs))
         run_s = self._scheduler.predict_step_s(first)
         run_s += (run.num_steps - 1) * self._scheduler.predict_step_s(further)
         return run if run_s <= LONGEST_HOST_RUN_S else None

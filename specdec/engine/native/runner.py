@@ -171,6 +171,8 @@ class NativeRunner(Worker):
         ends = [piece.start + len(piece.token_ids) for piece in plan.slices]
         slices = [_with_room(piece, num_steps - 1) for piece in plan.slices]
         self._check(slices, num_steps - 1)
+        if plan.block_copies or plan.local_draft or any(piece.num_logit_rows != 1 for piece in slices):
+            raise ValueError("a run begins with a full step of one logit row a slice, without copies")
         rows, starts = range(num_slices + 1), [end + step for step in range(num_steps - 1) for end in ends]
         chosen = [0] * num_steps * num_slices
         self._numbers, (run_rows, run_starts, run_chosen) = self._place_numbers(slices, rows, starts, chosen)

@@ -116,6 +116,10 @@ class Scheduler:
         """The step planned last took this long."""
         self._times.observe(self._planned, seconds)
 
+    def observe_run(self, num_steps: int, num_sequences: int, seconds: float) -> None:
+        """The step planned last, and those of one more token a sequence that followed it, took this long together."""
+        self._times.observe_run(self._planned, num_steps, num_sequences, seconds)
+
     def predict_step_s(self, load: StepLoad) -> float:
         """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
 

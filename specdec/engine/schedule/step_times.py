@@ -42,9 +42,9 @@ class _Record:
     def __init__(self, *, is_fixed: bool) -> None:
         self.time = ForwardTime(is_fixed=is_fixed)
         self._is_cold = True
-        self._most_tokens = 0
+        self._most_tokens = 0.0
 
-    def observe(self, num_tokens: int, context: float, seconds: float) -> None:
+    def observe(self, num_tokens: float, context: float, seconds: float) -> None:
         if self._is_cold:
             self._is_cold = False
             return
@@ -77,6 +77,16 @@ class StepTimes:
             record = self._beside
             longer_s = max(0.0, seconds - self._without.time.predict(load.num_tokens, load.num_context_tokens))
         record.observe(load.num_prefill_tokens, load.num_prefill_pairs, longer_s)
+
+    def observe_run(self, load: StepLoad, num_steps: int, num_sequences: int, seconds: float) -> None:
+        """A step, and those of one more token a sequence that followed it, took this long together.
+
+        Nothing is learned where the first one read a prompt, as how much of the time was that cannot be told.
+        """
+        if not load.num_prefill_tokens:
+            num_tokens = load.num_tokens + (num_steps - 1) * num_sequences
+            # On average they took what a step takes that is as long as they were on average.
+            self._without.observe(num_tokens / num_steps, load.num_context_tokens, seconds / num_steps)
 
     def prefill_s(self, load: StepLoad) -> float:
         """Seconds by which the prefill of `load` lengthens the step; all of the step where there is nothing else.

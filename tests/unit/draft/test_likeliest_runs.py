@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from draft_service.pace import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.steps import LONGEST_HOST_RUN_S
+from specdec.engine.schedule.step_times import StepLoad
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
 from tests.support.following_worker import LikeliestWorker
@@ -26,6 +28,7 @@ class Rig:
     """A replica whose every step takes `step_s`, and has been measured."""
 
     step_s: float = 0.001
+    token_s: float = 0.0
     worker: TableWorker = field(default_factory=LikeliestWorker)
     options: DraftOptions = field(default_factory=DraftOptions)
     now_s: float = 0.0
@@ -35,7 +38,7 @@ class Rig:
         execute = self.worker.execute
 
         def slowly(plan: StepPlan):
-            self.now_s += self.step_s
+            self.now_s += self.step_s + self.token_s * sum(len(piece.token_ids) for piece in plan.slices)
             return execute(plan)
 
         self.worker.execute = slowly  # type: ignore[method-assign]
@@ -48,12 +51,20 @@ class Rig:
         await self._proposer.close()
 
     async def propose(
-        self, filters: SamplingFilters = GREEDY, num_tokens: int = 21, draw_rule: DrawRule = DrawRule.DISTRIBUTION
+        self,
+        filters: SamplingFilters = GREEDY,
+        num_tokens: int = 21,
+        draw_rule: DrawRule = DrawRule.DISTRIBUTION,
+        session: str = "s",
+        gamma: int = GAMMA,
     ) -> Proposal:
         self.num_rounds += 1
         asked = make_round(TOKENS[:num_tokens], filters=filters, output_start=20, round_id=self.num_rounds,
-                           draw_rule=draw_rule)  # fmt: skip
-        return await self._proposer.propose(ProposeRequest(asked, GAMMA))
+                           draw_rule=draw_rule, session_id=session)  # fmt: skip
+        return await self._proposer.propose(ProposeRequest(asked, gamma))
+
+    def predict_step_s(self, load: StepLoad) -> float:
+        return self._proposer._engine_loop._scheduler.predict_step_s(load)
 
     @property
     def runs(self) -> list[int]:
@@ -90,6 +101,46 @@ async def test_tokens_that_are_not_the_models_likeliest_are_drawn_one_step_at_a_
         expected = await plain.propose(filters, draw_rule=draw_rule)
         assert actual.draft_token_ids.tolist() == expected.draft_token_ids.tolist()
         assert rig.runs == []
+
+
+async def test_sessions_in_a_run_have_drafts_of_their_own_and_one_that_is_not_greedy_ends_it_for_all() -> None:
+    for others, num_runs in (((GREEDY, GREEDY), 1), ((GREEDY, SamplingFilters(temperature=0.9)), 0)):
+        drafts = []
+        async with Rig() as rig, Rig(worker=TableWorker()) as plain:
+            for one in (rig, plain):
+                for index, filters in enumerate((*others, GREEDY)):  # so that each delta is short
+                    await one.propose(filters, 20 + index, session=f"s{index}")
+                before = len(getattr(one.worker, "runs", ()))
+                one.worker.gate.clear()
+                while one.worker.entered.acquire(blocking=False):  # by the steps before
+                    pass
+                first = asyncio.ensure_future(one.propose(GREEDY, 22, session="first", gamma=1))
+                await asyncio.to_thread(one.worker.entered.acquire)
+                calls = [asyncio.ensure_future(one.propose(filters, 22 + index, session=f"s{index}"))
+                         for index, filters in enumerate((*others, GREEDY))]  # fmt: skip
+                await asyncio.sleep(0.05)
+                one.worker.gate.set()
+                answers = await asyncio.gather(first, *calls)
+                drafts.append([answer.draft_token_ids.tolist() for answer in answers])
+                if one is rig:
+                    assert rig.runs[before:] == [GAMMA] * num_runs
+        assert drafts[0] == drafts[1]
+        assert len({tuple(draft) for draft in drafts[0]}) == 4
+
+
+async def test_runs_teach_what_their_steps_took() -> None:
+    """Steps take a millisecond, and another one a token."""
+    async with Rig(0.001, token_s=0.001) as rig:
+        await rig.propose(num_tokens=22)
+        rig.worker.steps.clear()
+        for num_tokens in [25, 28, 31, 34, 37, 40, 43, 46] * 4:
+            await rig.propose(num_tokens=num_tokens)
+        assert rig.runs
+        predicted_s = rig.predict_step_s(StepLoad(num_tokens=1, num_context_tokens=40))
+        assert 0.0015 < predicted_s < 0.006  # 2 ms, rather too much
+        rig.runs.clear()
+        await rig.propose(num_tokens=60, session="new")  # a prompt, of which some blocks are known
+        assert rig.runs[:1] == [GAMMA - 1]  # after a step of its own
 
 
 @pytest.mark.parametrize(("step_s", "num_runs"), [(LONGEST_HOST_RUN_S / 20, 1), (LONGEST_HOST_RUN_S / 2, 0)])

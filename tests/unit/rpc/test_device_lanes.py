@@ -19,6 +19,7 @@ from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.engine.loop import watchdog
 from specdec.observability.metrics import EngineMetrics
+from specdec.rpc import lane_stream
 from specdec.rpc.client import CALLS_ALONE, DraftLink
 from specdec.rpc.device_lane import LOOK_S
 from specdec.rpc.lanes import hello, prefixed, socket_path
@@ -114,6 +115,24 @@ async def test_calls_that_come_one_at_a_time_are_made_in_the_devices_thread_with
         link.device_lane = ""
         assert await rounds(link, CALLS_ALONE + 6) == alone
         assert set(replica.engine.threads) == {SERVICE}
+
+
+async def test_a_call_that_comes_alone_leaves_in_the_turn_that_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_left = 0
+
+    def note(items: list[bytes]) -> bytes:
+        nonlocal num_left
+        num_left += len(items)
+        return join_items(items)
+
+    join_items = lane_stream.join_items
+    async with Replica() as replica, linked(replica) as link:
+        await rounds(link, CALLS_ALONE + 1)
+        monkeypatch.setattr(lane_stream, "join_items", note)
+        asked = asyncio.create_task(link.propose(ask(round_id=100, num_tokens=20)))
+        await asyncio.sleep(0)  # it has asked; what it left for the end of the turn comes after this
+        assert num_left == 1
+        await asked
 
 
 async def test_calls_that_come_together_are_left_to_the_services_thread() -> None:
