@@ -29,7 +29,7 @@ class RunPolicy:
         self._pause = 0
         self._num_left = 0
 
-    def may_run(self, jobs: Sequence[Job], kind: DraftRuns, num_likeliest: int = 0) -> bool:
+    def may_run(self, jobs: Sequence[Job], kind: DraftRuns, num_likeliest: int) -> bool:
         """Whether the next tokens of jobs of rounds that draft are drawn in a run; asked once an opportunity.
 
         Args:

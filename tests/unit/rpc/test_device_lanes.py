@@ -6,91 +6,28 @@ import asyncio
 import os
 import socket
 import sys
-import threading
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draft_service.proposer import Proposer
-from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.engine.loop import watchdog
-from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import lane_stream
 from specdec.rpc.client import CALLS_ALONE, DraftLink
 from specdec.rpc.device_lane import LOOK_S
 from specdec.rpc.lanes import hello, prefixed, socket_path
-from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
 from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
+from tests.support.device_lane_rig import Replica, linked, tell_lanes
+from tests.support.noted_frames import noted_frames
 from tests.support.open_files import no_more_files
-from tests.support.table_worker import TableWorker
-from tests.support.watched_worker import WatchedWorker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="lanes are abstract sockets, which Linux alone has")
 
 DEVICE, SERVICE = "specdec-device", "MainThread"
 _PATIENCE_S = 20.0
-
-
-class NotedProposer(Proposer):
-    """Says which threads its calls were made in."""
-
-    def __init__(self, worker: WatchedWorker) -> None:
-        super().__init__(worker)
-        self.threads: list[str] = []
-
-    async def propose(self, request: ProposeRequest) -> Any:
-        self.threads.append(threading.current_thread().name)
-        return await super().propose(request)
-
-
-class Replica:
-    """A draft service around a table model, with a port and both lanes."""
-
-    def __init__(self) -> None:
-        self.worker = WatchedWorker(TableWorker(vocabulary_size=24, num_blocks=256, context=512))
-        self.engine = NotedProposer(self.worker)
-        self.servicer = DraftServicer(self.engine, EngineMetrics("table", role="draft"))
-        self.server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))
-        self.servicer.add_to(self.server.grpc_server)
-
-    async def __aenter__(self) -> Replica:
-        await self.server.start()
-        await self.engine.warm_up()
-        self.engine.threads.clear()
-        await self.servicer.open_lanes(1 << 20)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.worker.let_go()
-        await asyncio.gather(self.server.stop(0), self.servicer.close_lanes(0))
-        await self.engine.close()
-        self.engine.check_integrity()
-
-    @property
-    def device_lane(self) -> str:
-        return self.servicer.info().device_lane
-
-
-@asynccontextmanager
-async def linked(replica: Replica) -> Any:
-    link = DraftLink(replica.server.address)
-    tell_lanes(replica, link)
-    try:
-        yield link
-    finally:
-        await link.close()
-
-
-def tell_lanes(replica: Replica, link: DraftLink) -> None:
-    """As whoever polls the replica does."""
-    info = replica.servicer.info()
-    link.lane, link.device_lane = info.lane, info.device_lane
 
 
 def sockets_named(name: str) -> int:
@@ -118,20 +55,12 @@ async def test_calls_that_come_one_at_a_time_are_made_in_the_devices_thread_with
 
 
 async def test_a_call_that_comes_alone_leaves_in_the_turn_that_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_left = 0
-
-    def note(items: list[bytes]) -> bytes:
-        nonlocal num_left
-        num_left += len(items)
-        return join_items(items)
-
-    join_items = lane_stream.join_items
     async with Replica() as replica, linked(replica) as link:
         await rounds(link, CALLS_ALONE + 1)
-        monkeypatch.setattr(lane_stream, "join_items", note)
+        frames = noted_frames(monkeypatch)
         asked = asyncio.create_task(link.propose(ask(round_id=100, num_tokens=20)))
         await asyncio.sleep(0)  # it has asked; what it left for the end of the turn comes after this
-        assert num_left == 1
+        assert frames == [1]
         await asked
 
 

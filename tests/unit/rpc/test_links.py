@@ -13,7 +13,7 @@ import pytest
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, lane_stream, replies
+from specdec.rpc import codec, replies
 from specdec.rpc.client import DraftLink, TargetLink, WireCount
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
@@ -30,6 +30,7 @@ from tests.support.arithmetic_engines import (
     make_round,
     support_of,
 )
+from tests.support.noted_frames import noted_frames
 from tests.support.silent_service import silent_service
 
 
@@ -137,14 +138,7 @@ async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) ->
 
 
 async def test_calls_of_one_loop_turn_share_a_frame_and_find_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames: list[int] = []
-    join_items = lane_stream.join_items
-
-    def noted(items: list[bytes]) -> bytes:
-        frames.append(len(items))
-        return join_items(items)
-
-    monkeypatch.setattr(lane_stream, "join_items", noted)
+    frames = noted_frames(monkeypatch)
 
     class Counting(draft_pb2_grpc.DraftServiceServicer):
         async def Propose(self, request_iterator: AsyncIterator[draft_pb2.ProposeFrame], context: object) -> None:  # noqa: N802

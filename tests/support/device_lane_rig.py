@@ -1,0 +1,73 @@
+"""A draft service with both lanes around a table model, and links to it. Called by tests of device lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from typing import Any
+
+from draft_service.proposer import Proposer
+from draft_service.servicer import DraftServicer
+from specdec.observability.metrics import EngineMetrics
+from specdec.rpc.client import DraftLink
+from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.types import ProposeRequest
+from tests.support.table_worker import TableWorker
+from tests.support.watched_worker import WatchedWorker
+
+
+class NotedProposer(Proposer):
+    """Says which threads its calls were made in."""
+
+    def __init__(self, worker: WatchedWorker) -> None:
+        super().__init__(worker)
+        self.threads: list[str] = []
+
+    async def propose(self, request: ProposeRequest) -> Any:
+        self.threads.append(threading.current_thread().name)
+        return await super().propose(request)
+
+
+class Replica:
+    """A draft service around a table model, with a port and both lanes."""
+
+    def __init__(self) -> None:
+        self.worker = WatchedWorker(TableWorker(vocabulary_size=24, num_blocks=256, context=512))
+        self.engine = NotedProposer(self.worker)
+        self.servicer = DraftServicer(self.engine, EngineMetrics("table", role="draft"))
+        self.server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))
+        self.servicer.add_to(self.server.grpc_server)
+
+    async def __aenter__(self) -> Replica:
+        await self.server.start()
+        await self.engine.warm_up()
+        self.engine.threads.clear()
+        await self.servicer.open_lanes(1 << 20)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.worker.let_go()
+        await asyncio.gather(self.server.stop(0), self.servicer.close_lanes(0))
+        await self.engine.close()
+        self.engine.check_integrity()
+
+    @property
+    def device_lane(self) -> str:
+        return self.servicer.info().device_lane
+
+
+@asynccontextmanager
+async def linked(replica: Replica) -> Any:
+    link = DraftLink(replica.server.address)
+    tell_lanes(replica, link)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+def tell_lanes(replica: Replica, link: DraftLink) -> None:
+    """As whoever polls the replica does."""
+    info = replica.servicer.info()
+    link.lane, link.device_lane = info.lane, info.device_lane
