@@ -22,7 +22,7 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import AUTO, EAGER, CompileOptions
 from specdec.engine.parallel.group import RankGroup
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.rank_heartbeat import Lifeline
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 
 NUM_RANKS = 2

@@ -17,7 +17,7 @@ from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import AUTO, CAPTURED, CompileOptions, row_counts
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.rank_heartbeat import Lifeline
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 
 #: A verification of four draft tokens of one session.

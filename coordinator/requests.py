@@ -1,8 +1,8 @@
 """What a client asked, validated, and what it gets back, as plain dataclasses.
 
-A request comes here from `front/validation` and goes to `generation/admission`; its events come from the generation's
-`stream`. Not here: protobuf and requests that are not checked yet (`front`), how a request is run (`generation`).
-Shared by every front of the coordinator: gRPC now, HTTP later.
+A request comes here from `front/validation` and goes to `generation/generation_service`; its events come from the
+generation's `stream`. Not here: protobuf and requests that are not checked yet (`front`), how a request is run
+(`generation`). Shared by every front of the coordinator: gRPC now, HTTP later.
 """
 
 from __future__ import annotations

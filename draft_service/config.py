@@ -7,9 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from specdec.config import Address, ReplicaSettings
 from specdec.core.sparse import MAX_SUPPORT
-from specdec.engines import SIMULATED_PREFIX
+from specdec.engine_api import SIMULATED_PREFIX
+from specdec.settings.base import Address, ReplicaSettings
 
 
 class DraftSettings(ReplicaSettings):

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from draft_service.scoring import score_of
 from specdec.engine.base import DraftRuns
-from specdec.engine.drafting.device_run import DeviceRun
+from specdec.engine.drafting.device_multi_step import DeviceRun
 from specdec.engine.drafting.drawing import Draft, Drawing
-from specdec.engine.drafting.likeliest_run import LikeliestRun
-from specdec.engine.drafting.run_policy import RunPolicy
+from specdec.engine.drafting.greedy_multi_step import LikeliestRun
+from specdec.engine.drafting.multi_step_policy import RunPolicy
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import DraftRun, Job, Program
 from specdec.engine.sessions.calls import Call

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 
 from draft_service.drafting import DraftProgram, is_complete, proposal_of, request_of
-from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
+from draft_service.fan_out_policy import MAX_FAN_OUT, Pace, Predraft
 from specdec.engine.drafting.drawing import Draft
-from specdec.engine.loop.ahead import Ahead, Branch
+from specdec.engine.loop.idle_drafting import Ahead, Branch
 from specdec.engine.loop.job import Job, split_non_finite
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence

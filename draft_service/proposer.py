@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from draft_service.drafting import DraftProgram
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
@@ -51,7 +51,7 @@ _PLAIN_DRAFTS = DraftOptions()
 
 
 class Proposer(ReplicaEngine):
-    """The draft service's engine (`specdec.engines.DraftEngine`) on a worker of its own."""
+    """The draft service's engine (`specdec.engine_api.DraftEngine`) on a worker of its own."""
 
     role = "draft"
 

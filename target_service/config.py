@@ -7,8 +7,8 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BeforeValidator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.config import Address, ReplicaSettings, split_commas
-from specdec.local_drafts import parse_local_drafts
+from specdec.settings.base import Address, ReplicaSettings, split_commas
+from specdec.settings.draft_specs import parse_local_drafts
 
 
 def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from specdec.engine.logits.filters import FilterContext, filtered_distributions,
 from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, Program, RowKind, row_kind
-from specdec.engine.sessions.answer_count import AnswerCount, OtherAnswers
+from specdec.engine.sessions.concurrent_rounds import AnswerCount, OtherAnswers
 from specdec.types import (
     DistributionRow,
     LogitRow,

@@ -1,9 +1,9 @@
 """The digest of what was asked: stored with a request, it tells a retry from another request under the same id.
 
-It goes with the checked request from `validation` to `generation/admission`, and into the record of the turn. A record
-outlives the version that wrote it, so a digest begins with the version of its form, and whoever compares also takes the
-forms before (`AskedGeneration.former_digests`). Form 1 had no version in front and was a hash of protobuf bytes: only
-`wire` can compute it. Not here: comparing (`generation/request_log`). Called by `validation`.
+It goes with the checked request from `validation` to `generation/generation_service`, and into the record of the turn.
+A record outlives the version that wrote it, so a digest begins with the version of its form, and whoever compares also
+takes the forms before (`AskedGeneration.former_digests`). Form 1 had no version in front and was a hash of protobuf
+bytes: only `wire` can compute it. Not here: comparing (`generation/request_log`). Called by `validation`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
+from coordinator.front.raw_params import AskedGeneration, AskedSampling, AskedSpeculation
 from specdec.types import TokenIds
 
 _VERSION = "2:"

@@ -1,8 +1,8 @@
 """From what was asked to a checked request: every bad input is refused here, before anything is acquired.
 
-From here a request goes to `generation/admission`. Not here: protobuf (`wire`), what depends on the session (its
-length, whether it exists) or on live replicas; admission checks those. Messages name the field in
-the proto's spelling, and its limit, whichever front it came through.
+From here a request goes to `generation/generation_service`. Not here: protobuf (`wire`), what depends on the session
+(its length, whether it exists) or on live replicas; admission checks those. Messages name the field in the proto's
+spelling, and its limit, whichever front it came through.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
 from coordinator.front.digest import digest_of
+from coordinator.front.raw_params import AskedGeneration, AskedSampling, AskedSpeculation
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
 from specdec.errors import InvalidRequest
 from specdec.types import Mode, SamplingFilters, SamplingParams, TokenIds

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
+from coordinator.front.raw_params import AskedGeneration, AskedSampling, AskedSpeculation
 from coordinator.front.validation import check_num_messages
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.replica import DRAFT, Replica

@@ -24,7 +24,7 @@ from coordinator.learning.turn_record import TurnRecord
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import Finished, GenerationIdentity, OutputChunk
-from coordinator.round.request_route import RequestRoute
+from coordinator.round.request_router import RequestRoute
 from coordinator.round.runner import RoundRunner
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputWriter

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from coordinator.generation.tails import Tails
+from coordinator.generation.log_repair import Tails
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from specdec.errors import NotFound, Unavailable

@@ -2,8 +2,8 @@
 
 Sticky: a session stays where its KV is while that replica lives, also where another coordinator left it there.
 Otherwise the less loaded of two takes it, or one that holds its first tokens already (`prefix_rule`). Not here:
-connections and liveness (`pool`), rounds. Called by `generation/assembly` and by a round's calls (`round/draft_calls`,
-`round/target_calls`).
+connections and liveness (`pool`), rounds. Called by `generation/generation_factory` and by a round's calls
+(`round/draft_calls`, `round/target_calls`).
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from coordinator.replicas.lateness import Lateness
+from coordinator.replicas.replica_health import Lateness
 from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
-from specdec.pool_names import check_pool_name
 from specdec.rpc.client import DraftLink, TargetLink
+from specdec.settings.pool_names import check_pool_name
 from specdec.types import EngineInfo
 
 DRAFT = "draft"

@@ -20,7 +20,7 @@ import numpy as np
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import DraftReplica, TargetReplica
 from coordinator.round.answers import check_proposal
-from coordinator.round.draft_clock import DraftClock
+from coordinator.round.draft_deadline import DraftClock
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.errors import SpecdecError

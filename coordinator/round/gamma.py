@@ -6,7 +6,7 @@ A round's own rate is its expected tokens over its predicted time. The rows it a
 others, so they are charged at what those lose: with nobody there they cost their own time only, on a full target no
 draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same observations give the
 same choice. docs/protocol.md section 7. Not here: the clock (`draft_calls`, `target_calls`), the counting of other
-sessions' rounds (the target, `specdec.engine.sessions.answer_count`), how times are fitted
+sessions' rounds (the target, `specdec.engine.sessions.concurrent_rounds`), how times are fitted
 (`specdec.core.forward_time`).
 """
 

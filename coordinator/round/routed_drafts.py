@@ -11,7 +11,7 @@ from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import DraftAnswer
 from coordinator.round.draft_source import AskedDrafts
 from coordinator.round.gamma import GammaChooser, RoundTimes
-from coordinator.round.request_route import RequestRoute
+from coordinator.round.request_router import RequestRoute
 from specdec.rpc.calls import WireCount
 
 #: Why a round had no draft, where another pool may have one.

@@ -1,7 +1,7 @@
 """What engines are made of: what a step is, who carries it out, who is told of it.
 
-Not here: any implementation, and what services call (`specdec.engines`). `Worker` is the only thing that touches model
-weights and KV tensors; everything above it works on plain numbers, so one worker can run alone or as one rank of
+Not here: any implementation, and what services call (`specdec.engine_api`). `Worker` is the only thing that touches
+model weights and KV tensors; everything above it works on plain numbers, so one worker can run alone or as one rank of
 several.
 """
 

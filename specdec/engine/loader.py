@@ -22,16 +22,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from specdec.checkpoint import locate_checkpoint
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape, Worker
-from specdec.engine.captured.projection_choice import projection_kinds
-from specdec.engine.captured.row_products import RowProjection, require_kernel
-from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
+from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
 from specdec.engine.kernels.library import load_library
+from specdec.engine.linear.choice import projection_kinds
+from specdec.engine.linear.int8 import hold_in_int8
+from specdec.engine.linear.projection import relayout_linears
+from specdec.engine.linear.row_products import RowProjection, require_kernel
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.batch_invariance import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.checkpoint_model import (
     first_line,
     load_config,
@@ -47,7 +51,6 @@ from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.int8_projection import Int8Projection
-from specdec.engine.model.int8_weight import hold_in_int8
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
@@ -61,15 +64,12 @@ from specdec.engine.model.options import (
     GraphSource,
     require_backend,
 )
-from specdec.engine.model.projection import relayout_linears
-from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
-from specdec.engine.model.thread_choice import settle_threads
+from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import BLOCK_TOKENS
-from specdec.vocabulary import load_vocabulary, vocabulary_size
 
 _log = logging.getLogger(__name__)
 

@@ -31,10 +31,10 @@ from specdec.rpc.calls import Patience, WireCount
 from specdec.rpc.channels import dial
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.identity import check_answering, meant_for
-from specdec.rpc.lane_stream import LaneStream
-from specdec.rpc.lanes import is_name
 from specdec.rpc.link_stream import LinkStream
 from specdec.rpc.rounds import tenant_on_wire
+from specdec.rpc.unix_socket_stream import LaneStream
+from specdec.rpc.unix_sockets import is_name
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2

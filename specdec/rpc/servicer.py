@@ -1,7 +1,7 @@
 """What the draft and the target servicer have in common: streams, scores, release, identity, drain, metrics.
 
 A round's item comes here from a frame (`specdec.rpc.frames`), goes through the service's own `servicer` into its engine
-(`specdec.engines`), a proposer or a verifier, and the reply the same way back.
+(`specdec.engine_api`), a proposer or a verifier, and the reply the same way back.
 
 Not here: which messages travel and what the engine is asked (a service's `servicer`, which builds on this).
 """
@@ -18,16 +18,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from specdec.engines import Engine
+from specdec.engine_api import Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
-from specdec.rpc.device_lane import DeviceLane
+from specdec.rpc.device_thread_socket import DeviceLane
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import meet_caller
-from specdec.rpc.lane_server import LaneHost, LaneServer
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
+from specdec.rpc.unix_socket_server import LaneHost, LaneServer
 from specdec.tenant import session_on_replica
 from specdec.types import EngineInfo, Stages
 from specdec.v1 import common_pb2

@@ -18,12 +18,12 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from specdec.addresses import advertised_address, split_address
-from specdec.config import ReplicaSettings, ServiceSettings
-from specdec.engines import Engine
+from specdec.engine_api import Engine
 from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
 from specdec.rpc.server import ServiceServer, require_free
+from specdec.settings.addresses import advertised_address, split_address
+from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.types import EngineInfo
 
 #: Between two looks at whether the device hangs.

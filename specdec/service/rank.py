@@ -23,19 +23,19 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specdec.config import ReplicaSettings, parse_settings
 from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
 from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import compile_options, on_its_own_thread, open_kv_tier, serve_replica
+from specdec.settings.base import ReplicaSettings, parse_settings
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from specdec.engine.base import Worker
     from specdec.engine.parallel.group import RankGroup, Seat
-    from specdec.engine.parallel.lifeline import Lifeline
+    from specdec.engine.parallel.rank_heartbeat import Lifeline
     from specdec.engine.parallel.rank_loader import RankModel
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class _Rank:
 
     def follow(self, num_decode_rows: int) -> int:
         """Does what the first rank says; returns the exit code."""
-        from specdec.engine.parallel.follow import follow
+        from specdec.engine.parallel.follower import follow
 
         lifeline = None
         try:
@@ -154,7 +154,7 @@ class _Rank:
         """Finds the other ranks. Raises Unavailable: they do not come."""
         with memory.collector_at_rest():
             from specdec.engine.parallel.group import Seat, open_store
-            from specdec.engine.parallel.lifeline import Lifeline
+            from specdec.engine.parallel.rank_heartbeat import Lifeline
 
         seat = Seat(self._rank, self._num_ranks, self._host, self._port, self._listener)
         try:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.cli.processes import free_ports
 from specdec.client import Client
 from specdec.errors import InvalidRequest
 from specdec.rpc.client import CALLS_ALONE, TargetLink
+from specdec.supervision.processes import free_ports
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up, wait_until_gone

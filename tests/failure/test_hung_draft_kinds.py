@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.v1 import coordinator_pb2 as pb
-from specdec.vocabulary import load_tokenizer
 from tests.support.coordinator_rig import Output
 from tests.support.freezing import frozen_part
 from tests.support.head_checkpoints import (

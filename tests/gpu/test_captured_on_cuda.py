@@ -12,7 +12,7 @@ import torch
 
 from draft_service.proposer import Proposer
 from specdec.engine.base import StepPlan
-from specdec.engine.captured.capture import CudaCapture
+from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.model.options import CompileOptions, row_counts

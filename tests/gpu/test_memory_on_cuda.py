@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.captured.capture import CudaCapture
+from specdec.engine.cuda_graphs.capture import CudaCapture
 from tests.support.captured_rig import build, load
 
 pytestmark = [

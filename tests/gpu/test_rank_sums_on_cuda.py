@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from specdec.engine.base import StepPlan
-from specdec.engine.captured.capture import CudaCapture
+from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from tests.support.captured_rig import VOCABULARY_SIZE, load, piece, random_tokens
 

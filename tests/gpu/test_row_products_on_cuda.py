@@ -10,11 +10,11 @@ import torch
 
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.captured.capture import CudaCapture
-from specdec.engine.captured.row_products import multiply
+from specdec.engine.cuda_graphs.capture import CudaCapture
+from specdec.engine.linear.int8 import Int8Weight, quantise
+from specdec.engine.linear.row_products import multiply
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.model.int8_weight import Int8Weight, quantise
 from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier

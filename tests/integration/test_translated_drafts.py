@@ -9,12 +9,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from draft_service.translated_proposer import TranslatedProposer
+from draft_service.cross_vocabulary_proposer import TranslatedProposer
+from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
+from specdec.cross_vocabulary.pair import load_pair
+from specdec.cross_vocabulary.token_map import TokenMap
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.translation.pair import load_pair
-from specdec.translation.token_map import TokenMap
 from specdec.types import ProposeRequest
-from specdec.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,
@@ -100,7 +100,7 @@ async def test_tokens_mapped_by_spelling_would_lose_text_that_is_not_ascii(chara
     target_of, own_of = np.full_like(pair.tokens.target_of, -1), np.full_like(pair.tokens.own_of, -1)
     for token in spellings.keys() & theirs.keys():
         target_of[spellings[token]], own_of[theirs[token]] = theirs[token], spellings[token]
-    with patch("specdec.translation.pair.map_tokens", lambda *_: TokenMap(target_of, own_of)):
+    with patch("specdec.cross_vocabulary.pair.map_tokens", lambda *_: TokenMap(target_of, own_of)):
         accepted, drafted = await accepted_of_drafted(target, draft, **SAMPLED)
     assert accepted < 0.7 * drafted
 

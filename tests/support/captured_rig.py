@@ -34,7 +34,7 @@ MIXED_LAYERS = {
 
 
 class CountedCapture:
-    """A `specdec.engine.captured.capture.Capture` that counts what it recorded and what was run again.
+    """A `specdec.engine.cuda_graphs.capture.Capture` that counts what it recorded and what was run again.
 
     Without another one inside, steps are not recorded but called again: all of captured steps but the recording.
     """
@@ -108,7 +108,7 @@ class Tape(TorchDispatchMode):
 
 
 def record_on_tape(step: Callable[[], None]) -> Callable[[], None]:
-    """A `specdec.engine.captured.capture.Capture` for any device."""
+    """A `specdec.engine.cuda_graphs.capture.Capture` for any device."""
     with torch.inference_mode(), Tape() as tape:
         step()
 

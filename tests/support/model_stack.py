@@ -17,12 +17,12 @@ from typing import Any, Self
 import torch
 
 from coordinator.front.servicer import CoordinatorServicer
-from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.generation.generation_service import Generations, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.text.tokenizer import ServedTokenizer
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.client import AsyncClient

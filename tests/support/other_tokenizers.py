@@ -17,8 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specdec.token_bytes import byte_level_spelling
-from specdec.translation.pair import load_pair
+from specdec.checkpoints.token_bytes import byte_level_spelling
+from specdec.cross_vocabulary.pair import load_pair
 from tests.support.tiny_models import build_tiny_model
 
 CORPUS = [

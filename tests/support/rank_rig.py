@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from specdec.engine.base import Worker
 from specdec.engine.model.options import Capture, CompileOptions
-from specdec.engine.parallel.follow import follow
+from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.rank_heartbeat import Lifeline
 from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_device
 from specdec.errors import SpecdecError
 from specdec.state.kv_tier import KvTier

@@ -15,7 +15,7 @@ from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_calls import DraftCalls
-from coordinator.round.draft_clock import DraftClock
+from coordinator.round.draft_deadline import DraftClock
 from coordinator.round.draft_source import ModelDrafts
 from coordinator.round.gamma import GammaChooser, PoolRecord, RoundTimes
 from coordinator.round.runner import RoundOutcome, RoundRunner, RoundSetting

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draft_service.cross_vocabulary_proposer import TranslatedProposer
 from draft_service.proposer import DraftOptions
-from draft_service.translated_proposer import TranslatedProposer
+from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.translation.pair import TokenizerPair, load_pair
 from specdec.types import Proposal, ProposeRequest
 from tests.support.model_stack import ModelStack
 

@@ -37,15 +37,15 @@ import torch
 
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
-from specdec.engine.loop.ahead import Ahead, Branch
-from specdec.engine.loop.background import Background
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
+from specdec.engine.loop.idle_drafting import Ahead, Branch
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job, Program
-from specdec.engine.loop.offers import Offers
-from specdec.engine.loop.restores import Restores
+from specdec.engine.loop.preemptible_calls import Background
 from specdec.engine.loop.steps import StepRunner
+from specdec.engine.loop.tier_restorer import Restores
+from specdec.engine.loop.tier_writer import Offers
 from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Scheduler

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
 from specdec.engine.base import DraftRuns, StepObserver, StepPlan, Worker
-from specdec.engine.loop.ahead import Ahead
 from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.draft_steps import DraftSteps
+from specdec.engine.loop.idle_drafting import Ahead
 from specdec.engine.loop.job import DraftRun, Job, Program, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog, load_of
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions

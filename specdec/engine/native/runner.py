@@ -24,9 +24,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.base import DraftRuns, ModelShape, SequenceSlice, StepPlan, Worker
+from specdec.engine.linear.int8 import quantise
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import EarlyExit
-from specdec.engine.model.int8_weight import quantise
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack

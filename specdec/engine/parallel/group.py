@@ -3,7 +3,7 @@
 Plans travel over gloo; tensors over NCCL where they lie on GPUs, over gloo elsewhere. The first rank has bound the port
 of the store before anybody else is told of it, so there is no port to guess and none to lose. Not here: what is sent
 (`engine.parallel.messages`), what is computed (`engine.parallel.sharded_llama`), and whether the others are still there
-(`engine.parallel.lifeline`). One thread of a rank uses its group at a time.
+(`engine.parallel.rank_heartbeat`). One thread of a rank uses its group at a time.
 """
 
 from __future__ import annotations

@@ -16,11 +16,14 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from specdec.checkpoint import locate_checkpoint
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.rank_checks import FLAG, require_supported
+from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.engine.base import KvLayout, ModelShape, Worker
-from specdec.engine.captured.row_products import require_kernel
-from specdec.engine.captured.steps import capture_steps, wants_capture
+from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
+from specdec.engine.linear.row_products import require_kernel
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
+from specdec.engine.model.batch_invariance import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.checkpoint_model import (
     load_config,
     model_context,
@@ -36,17 +39,14 @@ from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
 from specdec.engine.model.options import CAPTURED, CompileOptions, GraphSource
-from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.parallel.group import RankGroup
-from specdec.engine.parallel.lead import LeadWorker
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.leader import LeadWorker
+from specdec.engine.parallel.rank_heartbeat import Lifeline
 from specdec.engine.parallel.sharded_llama import ShardedLlama, make_whole
 from specdec.engine.parallel.transformers_shards import TransformersShards
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.rank_checks import FLAG, require_supported
 from specdec.types import BLOCK_TOKENS
-from specdec.vocabulary import load_vocabulary
 
 _log = logging.getLogger(__name__)
 

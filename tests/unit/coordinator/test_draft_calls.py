@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from coordinator.replicas.lateness import FIRST_PAUSE_S, MAX_SLACK
 from coordinator.replicas.replica import DRAFT
-from coordinator.round.draft_clock import LEAST_DEADLINE_S
+from coordinator.replicas.replica_health import FIRST_PAUSE_S, MAX_SLACK
+from coordinator.round.draft_deadline import LEAST_DEADLINE_S
 from specdec.errors import Internal
 from tests.support.coordinator_rig import PROMPT, eventually
 from tests.support.round_rig import RoundRig

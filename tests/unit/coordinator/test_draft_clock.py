@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.round.draft_clock import (
+from coordinator.round.draft_deadline import (
     DEADLINE_MULTIPLE,
     FIRST_PREFILL_S,
     FIRST_WAIT_S,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from coordinator.replicas.lateness import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_SLACK, Lateness
+from coordinator.replicas.replica_health import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_SLACK, Lateness
 
 
 @dataclass

@@ -15,8 +15,8 @@ import pytest
 from coordinator.requests import Provenance
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import PoolRecord, RoundTimes
-from coordinator.round.request_route import WORTH_LEAVING, RequestRoute
-from coordinator.round.routes import Routes
+from coordinator.round.request_router import WORTH_LEAVING, RequestRoute
+from coordinator.round.routing_table import Routes
 from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens

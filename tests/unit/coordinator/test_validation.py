@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
+from coordinator.front.raw_params import AskedGeneration, AskedSampling, AskedSpeculation
 from coordinator.front.validation import ServingLimits, validate_request, validate_session_id
 from coordinator.front.wire import decode_request
 from coordinator.requests import GenerationRequest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.steps import LONGEST_HOST_RUN_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
+from draft_service.fan_out_policy import MAX_FAN_OUT, Pace, Predraft
 
 GAMMA = 4
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draft_service.translated_proposer import TranslatedProposer
+from draft_service.cross_vocabulary_proposer import TranslatedProposer
+from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.core.sparse import probability
+from specdec.cross_vocabulary.pair import load_pair
 from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest, ResourceExhausted
-from specdec.translation.pair import load_pair
 from specdec.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest
-from specdec.vocabulary import load_tokenizer
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,

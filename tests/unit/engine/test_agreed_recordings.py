@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.engine import loader
-from specdec.engine.captured.steps import capture_steps
+from specdec.engine.cuda_graphs.steps import capture_steps
 from specdec.errors import Unsupported
 from tests.support.captured_rig import CountedCapture, Pair, build, load, piece, random_tokens
 from tests.support.interpreted_kernels import cheap_recordings, require_interpreter

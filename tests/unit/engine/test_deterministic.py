@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.captured import paged_attention, row_products
-from specdec.engine.captured.row_products import tiling
+from specdec.engine.cuda_graphs import paged_attention
+from specdec.engine.linear import row_products
+from specdec.engine.linear.row_products import tiling
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.errors import Unsupported
@@ -37,7 +38,7 @@ START, END = 37, 42
 @pytest.fixture(scope="module", autouse=True)
 def cheaply() -> Iterator[None]:
     with few_programs(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2, 4))
+        patch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 2, 4))
         yield
 
 

@@ -11,9 +11,9 @@ import torch
 
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
-from specdec.engine.captured import fused_operations, paged_attention
-from specdec.engine.captured.fused_operations import Tiling
-from specdec.engine.captured.paged_attention import Splitting
+from specdec.engine.cuda_graphs import fused_operations, paged_attention
+from specdec.engine.cuda_graphs.fused_operations import Tiling
+from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.engine.sessions.block_manager import BlockManager
@@ -38,7 +38,7 @@ def few_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(paged_attention, "Splitting", lambda: few)
         patched.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
-        patched.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 4))
+        patched.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 4))
         yield
 
 

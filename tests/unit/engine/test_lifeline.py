@@ -9,15 +9,15 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from specdec.engine.parallel import lifeline
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel import rank_heartbeat
+from specdec.engine.parallel.rank_heartbeat import Lifeline
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable
 
 _PATIENCE_S = 20.0
 
 
 class Ends:
-    """The first rank's lifeline, and the sockets of the others, whom the test plays."""
+    """The first rank's rank_heartbeat, and the sockets of the others, whom the test plays."""
 
     def __init__(self, num_ranks: int = 2) -> None:
         pairs = {rank: socket.socketpair() for rank in range(1, num_ranks)}
@@ -93,7 +93,7 @@ def test_a_rank_that_leaves_in_order_is_no_loss(ends: Ends) -> None:
 
 
 def test_a_silent_rank_is_lost_after_so_many_beats_and_one_that_beats_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "BEAT_S", 0.25)
+    monkeypatch.setattr(rank_heartbeat, "BEAT_S", 0.25)
     pair, silent = socket.socketpair(), socket.socketpair()
     alive, gone = SimpleQueue[SpecdecError](), SimpleQueue[SpecdecError]()
     beating = [Lifeline({1: pair[0]}), Lifeline({0: pair[1]})]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from specdec.engine.base import StepPlan
-from specdec.engine.captured import fused_operations
-from specdec.engine.captured import paged_attention as module
-from specdec.engine.captured.fused_operations import Tiling
-from specdec.engine.captured.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.cuda_graphs import fused_operations
+from specdec.engine.cuda_graphs import paged_attention as module
+from specdec.engine.cuda_graphs.fused_operations import Tiling
+from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from tests.support.captured_rig import (
@@ -82,7 +82,7 @@ def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None
 
 def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded of padding."""
-    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
+    monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 2))
     with kernels_on_tape():
         pair = Pair(mixed, capture=record_on_tape, widths=(1, 3), attention="paged")
         one, two = random_tokens(14, 60), random_tokens(15, 60)
@@ -100,7 +100,7 @@ def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.
 def test_steps_that_no_recording_holds_take_the_kernels_too_and_neither_gather_nor_mask(
     mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.engine.captured.ragged_steps._MOST_ROWS", 16)  # a chunk takes several launches
+    monkeypatch.setattr("specdec.engine.cuda_graphs.ragged_steps._MOST_ROWS", 16)  # a chunk takes several launches
     pair = Pair(mixed, capture=counted(), attention="paged")
     one, two = random_tokens(16, 80), random_tokens(17, 40)
     pair.run(piece(one, 0, 40, pair.tables[0], 1), is_captured=False)
@@ -175,7 +175,7 @@ def test_on_a_cpu_nothing_is_tried(mixed: Path, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_bfloat16(monkeypatch)
-    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1,))
+    monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1,))
     demo = Path(__file__).parents[3] / "models" / "demo" / "draft"
     texts = {}
     for backend in ("eager", "captured"):

@@ -9,7 +9,7 @@ import torch
 
 from bench.models import DEMO
 from specdec.engine.base import ModelShape
-from specdec.engine.captured.static_attention import GatheredAttention
+from specdec.engine.cuda_graphs.static_attention import GatheredAttention
 from specdec.engine.loader import load_worker
 from specdec.engine.model import self_check
 from specdec.engine.model.batch import AttentionKind

@@ -15,8 +15,8 @@ import pytest
 from specdec import errors
 from specdec.engine.loop import watchdog
 from specdec.rpc.client import CALLS_ALONE, DraftLink
-from specdec.rpc.device_lane import LOOK_S
-from specdec.rpc.lanes import hello, prefixed, socket_path
+from specdec.rpc.device_thread_socket import LOOK_S
+from specdec.rpc.unix_sockets import hello, prefixed, socket_path
 from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, lane_server, lanes
+from specdec.rpc import codec, unix_socket_server, unix_sockets
 from specdec.rpc.client import CALLS_ALONE, DraftLink
 from specdec.rpc.frames import MAX_OPEN_ITEMS
 from specdec.rpc.framing import join_items
-from specdec.rpc.lanes import FrameReader, hello, is_name, new_name, prefixed, socket_path
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.unix_sockets import FrameReader, hello, is_name, new_name, prefixed, socket_path
 from specdec.types import ProposeRequest
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import ArithmeticDraft, make_round
@@ -194,12 +194,12 @@ async def test_whoever_answers_a_lane_says_which_process_it_is() -> None:
 
 async def test_another_users_process_is_refused_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Replica() as replica, linked(replica) as link:
-        monkeypatch.setattr(lane_server, "is_of_this_user", lambda connection: False)
+        monkeypatch.setattr(unix_socket_server, "is_of_this_user", lambda connection: False)
         assert (await link.propose(ask())).kv_len == 5  # over gRPC
         assert replica.num_lanes == 0
     monkeypatch.undo()
     async with Replica() as replica, linked(replica) as link:
-        monkeypatch.setattr("specdec.rpc.lane_stream.is_of_this_user", lambda connection: False)
+        monkeypatch.setattr("specdec.rpc.unix_socket_stream.is_of_this_user", lambda connection: False)
         assert (await link.propose(ask())).kv_len == 5
         assert replica.num_lanes == 0
 
@@ -207,7 +207,7 @@ async def test_another_users_process_is_refused_at_both_ends(monkeypatch: pytest
 def test_the_other_end_of_a_socket_is_known_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert lanes.is_of_this_user(ours)
+        assert unix_sockets.is_of_this_user(ours)
         if os.geteuid() == 0:  # whose own sockets are root's to everybody
             os.seteuid(65534)
             try:
@@ -215,10 +215,10 @@ def test_the_other_end_of_a_socket_is_known_by_its_user(monkeypatch: pytest.Monk
             finally:
                 os.seteuid(0)
             with stranger, other:
-                assert not lanes.is_of_this_user(stranger)
+                assert not unix_sockets.is_of_this_user(stranger)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-            assert not lanes.is_of_this_user(ours)
+            assert not unix_sockets.is_of_this_user(ours)
 
 
 GREETED = hello("model", "incarnation")
@@ -349,7 +349,7 @@ async def test_calls_given_up_while_a_replica_does_not_read_never_leave() -> Non
 
 
 async def test_one_lane_more_than_there_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_server, "MAX_LANES", 2)
+    monkeypatch.setattr(unix_socket_server, "MAX_LANES", 2)
     async with Replica() as replica, linked(replica) as first, linked(replica) as second, linked(replica) as third:
         await asyncio.gather(first.propose(ask()), second.propose(ask()))
         assert (await third.propose(ask())).kv_len == 5  # over gRPC
@@ -364,7 +364,7 @@ async def test_lanes_that_have_ended_are_kept_by_nobody() -> None:
         async with asyncio.timeout(20.0):
             await eventually(lambda: replica.num_lanes == 0)
         gc.collect()
-        assert sum(type(kept) is lane_server.Lane for kept in gc.get_objects()) == 0
+        assert sum(type(kept) is unix_socket_server.Lane for kept in gc.get_objects()) == 0
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 50), max_size=20))

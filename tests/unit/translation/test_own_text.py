@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.translation.own_text import OwnText
-from specdec.translation.pair import TokenizerPair, load_pair
-from specdec.translation.retokenizer import retokenise
-from specdec.vocabulary import load_tokenizer
+from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.cross_vocabulary.draft_vocabulary_text import OwnText
+from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
+from specdec.cross_vocabulary.retokenizer import retokenise
 from tests.support.other_tokenizers import CORPUS, TEXTS, save_byte_level, save_pieces
 
 LONG_TEXT = " ".join(CORPUS + TEXTS) * 3

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
 from specdec.errors import Unsupported, VocabularyMismatch
-from specdec.translation.pair import TokenizerPair, load_pair
-from specdec.vocabulary import load_tokenizer
 from tests.support.other_tokenizers import (
     TEXTS,
     save_byte_level,
