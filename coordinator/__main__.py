@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.config import CoordinatorSettings
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
-from coordinator.generation.generation_service import Generations, GenerationSettings
+from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.lookup import LookupKind
@@ -87,7 +87,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
             canary.start()
             ending.push_async_callback(canary.close)
-        generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
+        generations = GenerationService(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
                                   metrics=metrics, directory=directory, history=history, scores=scores,
                                   canary=canary, learning_log=_open_learning_log(settings, metrics),
                                   timelines=timelines)  # fmt: skip

@@ -166,7 +166,7 @@ class OutputChunk(NamedTuple):
         return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance)
 
 
-class DraftFigures(NamedTuple):
+class DraftStats(NamedTuple):
     """What requests have shown of a draft pool here, for people; None where nothing has been seen."""
 
     alpha: float | None
@@ -175,7 +175,7 @@ class DraftFigures(NamedTuple):
     """Draft tokens asked for a round lately, by requests whose gamma is chosen."""
 
 
-class RouteFigures(NamedTuple):
+class RouteStats(NamedTuple):
     """How a draft pool does for a class of requests here, for people; the proto's `RouteInfo`, field by field."""
 
     request_class: str

@@ -42,9 +42,9 @@ def _build_proposer(
 
     drafting = DraftOptions(settings.max_support, settings.support_coverage, Predraft(settings.predraft))
     if (pair := _pair_of(settings)) is not None:
-        from draft_service.cross_vocabulary_proposer import TranslatedProposer
+        from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 
-        return TranslatedProposer(worker, pair, options, drafting, observer=metrics)
+        return CrossVocabularyProposer(worker, pair, options, drafting, observer=metrics)
     return Proposer(worker, options, drafting, observer=metrics)
 
 

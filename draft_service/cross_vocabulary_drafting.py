@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draft_service.cross_vocabulary_sessions import TranslatedPosition
+from draft_service.cross_vocabulary_sessions import CrossVocabularyPosition
 from draft_service.drafting import DraftProgram, proposal_of
 from specdec.cross_vocabulary.pair import TokenizerPair
 from specdec.cross_vocabulary.retokenizer import retokenise
@@ -40,11 +40,11 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 @dataclass(slots=True)
-class TranslatedRequest(ProposeRequest):
+class CrossVocabularyRequest(ProposeRequest):
     """A round as the engine runs it, in own tokens, with what was asked for in the target's."""
 
     asked: ProposeRequest | ScoreRequest
-    translated: TranslatedPosition
+    translated: CrossVocabularyPosition
     max_steps: int
     """Most own tokens to draft."""
 
@@ -57,30 +57,30 @@ class SharedTokens:
         self._is_shared = pair.tokens.target_of >= 0  # [V]
         self._num_target_tokens = pair.target_size
         self._unshared = torch.from_numpy(np.flatnonzero(~self._is_shared)).to(device)
-        own_ids = np.flatnonzero(self._is_shared)
-        target_ids = pair.tokens.target_of[own_ids]
+        draft_vocab_ids = np.flatnonzero(self._is_shared)
+        target_ids = pair.tokens.target_of[draft_vocab_ids]
         order = np.argsort(target_ids, kind="stable")
         # The first own tokens of all target tokens, then the second ones of those that have several ...
         rank = np.arange(len(order)) - np.searchsorted(target_ids[order], target_ids[order])
         self._layers = [
-            tuple(torch.from_numpy(ids[order][rank == index]).to(device) for ids in (own_ids, target_ids))
+            tuple(torch.from_numpy(ids[order][rank == index]).to(device) for ids in (draft_vocab_ids, target_ids))
             for index in range(int(rank.max(initial=0)) + 1)
         ]
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 [R, target vocabulary] of float32 [R, V]: -inf where the draft has no token of those bytes."""
         restricted = logits.new_full((len(logits), self._num_target_tokens), -torch.inf)
-        (own_ids, target_ids), *further = self._layers
-        restricted[:, target_ids] = logits[:, own_ids]
-        for own_ids, target_ids in further:
-            restricted[:, target_ids] = torch.logaddexp(restricted[:, target_ids], logits[:, own_ids])
+        (draft_vocab_ids, target_ids), *further = self._layers
+        restricted[:, target_ids] = logits[:, draft_vocab_ids]
+        for draft_vocab_ids, target_ids in further:
+            restricted[:, target_ids] = torch.logaddexp(restricted[:, target_ids], logits[:, draft_vocab_ids])
         return restricted
 
     def lost_masses(self, logits: StepLogits, temperatures: Sequence[float]) -> list[float]:
         """How much of each row's distribution is on tokens that are not in common; of a greedy one all or nothing."""
         if not len(self._unshared):
             return [0.0] * len(logits)
-        lost = [float(not self._is_shared[token_id]) for token_id in logits.likeliest_ids]
+        lost = [float(not self._is_shared[token_id]) for token_id in logits.top_ids]
         sampled = [row for row, temperature in enumerate(temperatures) if temperature > 0.0]
         if sampled:
             values = logits.select(sampled).values
@@ -92,12 +92,12 @@ class SharedTokens:
         return lost
 
 
-class TranslatedJob(Job):
+class CrossVocabularyJob(Job):
     """A job as the plain program sees it: one that drafts in the target's tokens."""
 
     def __init__(self, job: Job, pair: TokenizerPair) -> None:
         request = job.call.request
-        assert isinstance(request, TranslatedRequest)
+        assert isinstance(request, CrossVocabularyRequest)
         call = Call(request.asked, job.call.digest, _NO_TOKENS, num_logit_rows=1, max_kv_len=0)
         super().__init__(call, job.sequence, arrival_step=job.last_step, arrival_s=0.0, clock=lambda: job.elapsed_s)
         self._job = job
@@ -139,28 +139,28 @@ class TranslatedJob(Job):
         piece = self._pair.target.token_bytes[token_id]
         self._before = self._before + piece if piece else b""  # no token reaches across a special one
         self._num_steps_left -= 1
-        self._job.append(int(self._pair.tokens.own_of[token_id]))
+        self._job.append(int(self._pair.tokens.draft_vocab_of[token_id]))
 
     def finish(self, answer: Proposal | Score) -> None:
         """Ends the job."""
         self._job.finish(answer)
 
-    def append_text(self, own_id: int) -> None:
+    def append_text(self, draft_vocab_id: int) -> None:
         """Goes on with the text of an own token, or ends where that makes enough of the target's."""
-        piece = self._pair.draft.token_bytes[own_id]
+        piece = self._pair.draft.token_bytes[draft_vocab_id]
         self._text += piece
         token_ids = retokenise(self._pair.target, self._before, self._text)
         self._num_steps_left -= 1
         num_missing = self._gamma - len(self.progress.token_ids)
         if not piece:  # the text ends here, and so does its last token
-            end_id = int(self._pair.tokens.target_of[own_id])
+            end_id = int(self._pair.tokens.target_of[draft_vocab_id])
             self._finish_with([*token_ids, end_id] if end_id >= 0 else token_ids)
         elif len(token_ids) > num_missing:
             self._finish_with(token_ids[:num_missing])
         elif self._num_steps_left <= 0:
             self._finish_with(token_ids[:-1] or token_ids)
         else:
-            self._job.append(own_id)
+            self._job.append(draft_vocab_id)
 
     def _finish_with(self, token_ids: list[int]) -> None:
         """Ends the draft with point masses."""
@@ -177,7 +177,7 @@ class TranslatedJob(Job):
         self.finish(proposal_of(self))
 
 
-class TranslatedProgram(Program):
+class CrossVocabularyProgram(Program):
     """Turns rows over own tokens into draft tokens of the target's."""
 
     def __init__(self, program: DraftProgram, pair: TokenizerPair, device: torch.device) -> None:
@@ -204,12 +204,12 @@ class TranslatedProgram(Program):
         if drawn:
             restricted = self._shared.restrict(logits.select(drawn).values)
             self._program.draw([drafts[row] for row in drawn], StepLogits.read(restricted), is_noted=False)
-        for draft, own_id in zip(drafts, logits.likeliest_ids, strict=True):
+        for draft, draft_vocab_id in zip(drafts, logits.top_ids, strict=True):
             if draft.is_text:
-                draft.append_text(own_id)
+                draft.append_text(draft_vocab_id)
 
-    def _draft_of(self, job: Job) -> TranslatedJob:
+    def _draft_of(self, job: Job) -> CrossVocabularyJob:
         if job.progress is None:
-            job.progress = TranslatedJob(job, self._pair)
-        draft: TranslatedJob = job.progress
+            job.progress = CrossVocabularyJob(job, self._pair)
+        draft: CrossVocabularyJob = job.progress
         return draft

@@ -17,8 +17,8 @@ from itertools import count
 import numpy as np
 import torch
 
-from draft_service.cross_vocabulary_drafting import TranslatedProgram, TranslatedRequest
-from draft_service.cross_vocabulary_sessions import TranslatedSessions
+from draft_service.cross_vocabulary_drafting import CrossVocabularyProgram, CrossVocabularyRequest
+from draft_service.cross_vocabulary_sessions import CrossVocabularySessions
 from draft_service.drafting import DraftProgram
 from draft_service.proposer import DraftOptions, no_draft, require_gamma
 from specdec.core.sparse import default_s_max
@@ -43,7 +43,7 @@ from specdec.types import (
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
-class TranslatedProposer(ReplicaEngine):
+class CrossVocabularyProposer(ReplicaEngine):
     """The draft service's engine (`specdec.engine_api.DraftEngine`) on a worker whose tokens are not the target's."""
 
     role = "draft"
@@ -72,9 +72,9 @@ class TranslatedProposer(ReplicaEngine):
         s_max = default_s_max(pair.target_size) if drafting.max_support is None else drafting.max_support
         program = DraftProgram(s_max=s_max, coverage=drafting.support_coverage, num_tokens=pair.target_size)
         device = torch.device(shape.device)
-        super().__init__(worker, TranslatedProgram(program, pair, device), options, observer=observer)
+        super().__init__(worker, CrossVocabularyProgram(program, pair, device), options, observer=observer)
         self._pair = pair
-        self._sessions = TranslatedSessions(pair)
+        self._sessions = CrossVocabularySessions(pair)
         self._score_ids = count()
         self._model_fingerprint = hashlib.blake2b(
             f"{shape.model_fingerprint} {pair.target_fingerprint}".encode(), digest_size=16
@@ -83,7 +83,11 @@ class TranslatedProposer(ReplicaEngine):
     def info(self) -> EngineInfo:
         """What this replica is, in the terms of the target's vocabulary."""
         target_of = self._pair.tokens.target_of
-        ends = {int(target_of[own_id]) for own_id in self._shape.eos_token_ids if own_id < len(target_of)} - {-1}
+        ends = {
+            int(target_of[draft_vocab_id])
+            for draft_vocab_id in self._shape.eos_token_ids
+            if draft_vocab_id < len(target_of)
+        } - {-1}
         return replace(
             super().info(),
             model_fingerprint=self._model_fingerprint,
@@ -104,15 +108,15 @@ class TranslatedProposer(ReplicaEngine):
         check_round(asked, self._pair.target_size)
         require_gamma(request.gamma, self._options.max_gamma)
         translated = await self._sessions.align(asked)
-        num_own = len(translated.own_ids)
+        num_own = len(translated.draft_vocab_ids)
         room = self._shape.max_context_tokens - num_own
         # A tokenizer may know tokens that its model has no rows for.
-        if room <= 0 or num_own == 0 or translated.own_ids.max() >= self._shape.vocabulary_size:
+        if room <= 0 or num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
             return no_draft(kv_len=asked.committed_len)
         gamma = min(request.gamma, room)
         max_steps = min(2 * gamma + 1, room)  # drafted text may take more of its own tokens than it makes
-        position = replace(asked, start=0, prefix_hash=b"", token_ids=translated.own_ids)
-        own_request = TranslatedRequest(position, gamma, replace(request, gamma=gamma), translated, max_steps)
+        position = replace(asked, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
+        own_request = CrossVocabularyRequest(position, gamma, replace(request, gamma=gamma), translated, max_steps)
         call = Call(
             request=own_request,
             digest=digest_of(request),
@@ -151,7 +155,7 @@ class TranslatedProposer(ReplicaEngine):
     async def _score_round(self, position: SessionPosition, token_ids: TokenIds) -> Score:
         """Of the first tokens, up to one that the round would surely not have got past."""
         translated = await self._sessions.align(position)
-        num_own, num_tokens = len(translated.own_ids), len(token_ids)
+        num_own, num_tokens = len(translated.draft_vocab_ids), len(token_ids)
         max_steps = 2 * num_tokens + 1
         if num_own + max_steps > self._shape.max_context_tokens:
             raise InvalidRequest(
@@ -159,17 +163,17 @@ class TranslatedProposer(ReplicaEngine):
                 reason="CONTEXT_TOO_LONG",
                 field="round.token_ids",
             )
-        if num_own == 0 or translated.own_ids.max() >= self._shape.vocabulary_size:
+        if num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
             return Score((0.0,), forward_s=0.0)  # it would not draft
-        own_position = replace(position, start=0, prefix_hash=b"", token_ids=translated.own_ids)
+        own_position = replace(position, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
         asked = ScoreRequest(position, token_ids)
         call = Call(
-            request=TranslatedRequest(own_position, num_tokens, asked, translated, max_steps),
+            request=CrossVocabularyRequest(own_position, num_tokens, asked, translated, max_steps),
             digest=b"",  # nobody repeats it
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=num_own + max_steps - 1,
-            yields=True,
+            preemptible=True,
         )
         score: Score = await self._engine_loop.call(call)
         return score
@@ -194,5 +198,5 @@ class TranslatedProposer(ReplicaEngine):
 
     def _of_text(self, position: SessionPosition) -> SessionPosition:
         """The same of as many tokens that are text."""
-        text = np.flatnonzero(self._pair.tokens.own_of >= 0).astype(np.uint32)
+        text = np.flatnonzero(self._pair.tokens.draft_vocab_of >= 0).astype(np.uint32)
         return replace(position, token_ids=np.resize(text[:16], len(position.token_ids)))

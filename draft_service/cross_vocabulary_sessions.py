@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specdec.cross_vocabulary.draft_vocabulary_text import OwnText
+from specdec.cross_vocabulary.draft_vocabulary_text import DraftVocabularyText
 from specdec.cross_vocabulary.pair import TokenizerPair
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.sequence import Sequence
@@ -35,12 +35,12 @@ _NUM_LATEST, _NUM_LEAST = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
-class TranslatedPosition:
+class CrossVocabularyPosition:
     """Where a session stands, in both vocabularies."""
 
     committed: TokenIds
     """uint32: all committed tokens."""
-    own_ids: TokenIds
+    draft_vocab_ids: TokenIds
     """uint32: all own tokens."""
     open_piece: bytes
     """The last bytes of the text: those that what follows may share a token with."""
@@ -49,22 +49,22 @@ class TranslatedPosition:
 
 
 @dataclass(slots=True)
-class _Translated:
-    text: OwnText
+class _CrossVocabulary:
+    text: DraftVocabularyText
     committed: TokenIds = field(default_factory=lambda: _NO_TOKENS)
     """What `text` holds."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class TranslatedSessions:
+class CrossVocabularySessions:
     """Every session that the replica knows; as many as an engine does."""
 
     def __init__(self, pair: TokenizerPair) -> None:
         self._pair = pair
         self._table = SessionTable(BlockManager(0))
-        self._translated: WeakKeyDictionary[Sequence, _Translated] = WeakKeyDictionary()
+        self._translated: WeakKeyDictionary[Sequence, _CrossVocabulary] = WeakKeyDictionary()
 
-    async def align(self, asked: SessionPosition) -> TranslatedPosition:
+    async def align(self, asked: SessionPosition) -> CrossVocabularyPosition:
         """Takes in the committed tokens of a round.
 
         Raises:
@@ -76,7 +76,7 @@ class TranslatedSessions:
         sequence.kv_len, sequence.in_flight = len(sequence), False  # no KV: what is known is all there is to hold
         translated = self._translated.get(sequence)
         if translated is None:
-            translated = self._translated[sequence] = _Translated(OwnText(self._pair))
+            translated = self._translated[sequence] = _CrossVocabulary(DraftVocabularyText(self._pair))
         committed = sequence.token_ids.copy()
         if len(committed) - len(translated.committed) > _MAX_TOKENS_HERE:
             return await asyncio.to_thread(_translate, translated, committed)
@@ -88,7 +88,7 @@ class TranslatedSessions:
             self._table.release(session_id)
 
 
-def _translate(translated: _Translated, committed: TokenIds) -> TranslatedPosition:
+def _translate(translated: _CrossVocabulary, committed: TokenIds) -> CrossVocabularyPosition:
     with translated.lock:  # a call that was cancelled may still be at it
         text = translated.text
         keep = common_length(translated.committed, committed)
@@ -96,9 +96,9 @@ def _translate(translated: _Translated, committed: TokenIds) -> TranslatedPositi
         text.truncate(keep)
         text.append(committed[keep:].tolist())
         translated.committed = committed
-        return TranslatedPosition(
+        return CrossVocabularyPosition(
             committed,
-            np.array(text.own_ids, dtype=np.uint32),
+            np.array(text.draft_vocab_ids, dtype=np.uint32),
             text.open_piece,
             text.unmapped_share(_NUM_LATEST, _NUM_LEAST),
         )

@@ -50,7 +50,7 @@ class _Mean:
         self.value += (value - self.value) * max(_NEWEST_SHARE, 1.0 / self.num)
 
 
-class Pace:
+class FanOutPolicy:
     """Chooses each round's fan-out from what earlier rounds took."""
 
     def __init__(self, policy: Predraft) -> None:

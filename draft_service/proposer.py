@@ -79,7 +79,7 @@ class Proposer(ReplicaEngine):
             s_max=default_s_max(worker.shape.vocabulary_size) if s_max is None else s_max,
             coverage=drafting.support_coverage,
             num_tokens=worker.shape.vocabulary_size,
-            num_likeliest=NUM_LIKELIEST if is_ahead else 0,
+            top_n=NUM_LIKELIEST if is_ahead else 0,
             max_noted=MAX_TREES,
         )
         ahead = Predrafter(
@@ -136,7 +136,7 @@ class Proposer(ReplicaEngine):
             draft_token_ids=request.token_ids[:-1],
             num_logit_rows=len(request.token_ids),
             max_kv_len=num_tokens - 1,
-            yields=True,
+            preemptible=True,
         )
         score: Score = await self._engine_loop.call(call)
         return replace(score, step_s=self._engine_loop.usual_step_s(num_tokens))

@@ -59,7 +59,10 @@ def compare(device: str, make: Callable[[torch.Tensor], Product], *, reduced: bo
             if device == "cuda":
                 torch.cuda.synchronize()
             each_us = (time.perf_counter() - began) / NUM_RUNS * 1e6
-            found[f"{name}, {count} rows"] = {"same_bits": torch.equal(product[:1], alone), "us": round(each_us, 1)}
+            found[f"{name}, {count} rows"] = {
+                "batch_invariance": torch.equal(product[:1], alone),
+                "us": round(each_us, 1),
+            }
     return found
 
 

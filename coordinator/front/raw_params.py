@@ -14,7 +14,7 @@ from coordinator.requests import ChatTurn
 
 
 @dataclass(frozen=True, slots=True)
-class AskedSampling:
+class RawSamplingParams:
     """The proto's `SamplingParams`, field by field."""
 
     max_new_tokens: int = 0
@@ -35,7 +35,7 @@ class AskedSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedSpeculation:
+class RawSpeculationParams:
     """The proto's `SpeculationParams`, field by field."""
 
     mode: int = 0
@@ -45,7 +45,7 @@ class AskedSpeculation:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedGeneration:
+class RawGenerationParams:
     """The proto's `GenerateRequest`, except for what concerns its answer's form alone."""
 
     session_id: str = ""
@@ -53,8 +53,8 @@ class AskedGeneration:
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[ChatTurn] | None = None
-    sampling: AskedSampling = AskedSampling()
-    speculation: AskedSpeculation = AskedSpeculation()
+    sampling: RawSamplingParams = RawSamplingParams()
+    speculation: RawSpeculationParams = RawSpeculationParams()
     resume_from: int | None = None
     expected_session_tokens: int | None = None
     former_digests: tuple[str, ...] = ()

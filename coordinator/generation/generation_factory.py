@@ -2,7 +2,7 @@
 
 From here a generation runs in a task of its own (`generation`). What the generations of this coordinator share lives
 here too: the commits' queue, the lease keeper, what is known of each draft pool. Not here: what a generation begins
-with (`beginnings`), which of them run (`admission`).
+with (`turn_preparer`), which of them run (`admission`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import Publisher
 from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.stream import OutputStream
-from coordinator.generation.turn_preparer import Beginning
+from coordinator.generation.turn_preparer import PreparedTurn
 from coordinator.learning.recorder import Recorder
 from coordinator.learning.turn_record import TurnRecord
 from coordinator.replicas.placement import Placement, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import GenerationIdentity
-from coordinator.round.draft_source_factory import DraftKinds
-from coordinator.round.request_router import RequestRoute
+from coordinator.round.draft_source_factory import DraftSourceFactory
+from coordinator.round.request_router import RequestRouter
 from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
@@ -35,7 +35,7 @@ from specdec.observability.metrics import CoordinatorMetrics
 from specdec.state.store import Lease, SessionStore
 
 
-class GenerationAssembly:
+class GenerationFactory:
     """Builds the generations of one coordinator. Used from one event loop."""
 
     def __init__(
@@ -46,7 +46,7 @@ class GenerationAssembly:
         placement: Placement,
         removal: SessionRemoval,
         prefixes: Prefixes,
-        draft_kinds: DraftKinds,
+        draft_kinds: DraftSourceFactory,
         recorder: Recorder | None,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
@@ -67,7 +67,7 @@ class GenerationAssembly:
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
 
-    def start(self, beginning: Beginning) -> tuple[Generation, GenerationParts]:
+    def start(self, beginning: PreparedTurn) -> tuple[Generation, GenerationParts]:
         """Starts a generation's task. Nothing is awaited, so that a lease taken before is always owned by somebody."""
         identity, lease, tokens = beginning.identity, beginning.lease, beginning.tokens
         stream = OutputStream(identity)
@@ -104,13 +104,13 @@ class GenerationAssembly:
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
 
-    def _record(self, beginning: Beginning, setting: RoundSetting) -> TurnRecord | None:
+    def _record(self, beginning: PreparedTurn, setting: RoundSetting) -> TurnRecord | None:
         if self._recorder is None:
             return None
         fingerprint = beginning.identity.parameters.target_fingerprint
         return self._recorder.record(setting, fingerprint, len(beginning.tokens))
 
-    def _replicas(self, beginning: Beginning, route: RequestRoute | None) -> SessionReplicas:
+    def _replicas(self, beginning: PreparedTurn, route: RequestRouter | None) -> SessionReplicas:
         parameters = beginning.identity.parameters
         replicas = self._placement.session(beginning.identity.session_id)
         routed = "" if route is None else route.begin()
@@ -121,7 +121,7 @@ class GenerationAssembly:
         return replicas
 
     def _runner(
-        self, beginning: Beginning, setting: RoundSetting, replicas: SessionReplicas, route: RequestRoute | None
+        self, beginning: PreparedTurn, setting: RoundSetting, replicas: SessionReplicas, route: RequestRouter | None
     ) -> RoundRunner:
         wanted, tokens = beginning.identity.parameters.speculation, beginning.tokens
         calls = SessionCalls(setting, tokens, replicas)
@@ -145,6 +145,6 @@ class GenerationAssembly:
             is_timed=self._timelines is not None,
         )
 
-    async def _after_failure(self, beginning: Beginning, is_useless: bool) -> None:
+    async def _after_failure(self, beginning: PreparedTurn, is_useless: bool) -> None:
         """See `SessionRemoval.after_failure`."""
         await self._removal.after_failure(beginning.lease, is_useless=is_useless and beginning.is_new_session)

@@ -1,6 +1,6 @@
 """Admission: which generation a request starts, joins, resumes or replays; and every generation that runs here.
 
-From here a request goes to `beginnings`, which readies the session's log, then to `assembly` and `generation`, which
+From here a request goes to `turn_preparer`, which readies the session's log, then to `factory` and `generation`, which
 runs; what comes back is a reader of its `stream`. Not here: protobuf, the checks of a request's own fields
 (`front/validation`), what the store holds of a request (`request_log`).
 """
@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from coordinator.generation.generation import Generation, GenerationParts
-from coordinator.generation.generation_factory import GenerationAssembly
+from coordinator.generation.generation_factory import GenerationFactory
 from coordinator.generation.leases import Leases
-from coordinator.generation.log_repair import Tails
+from coordinator.generation.log_repair import LogRepair
 from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.request_log import LoggedRequest, check_held, check_same_request
 from coordinator.generation.stream import OutputStream, Subscription
-from coordinator.generation.turn_preparer import Beginning, Beginnings
+from coordinator.generation.turn_preparer import PreparedTurn, TurnPreparer
 from coordinator.learning.log import LearningLog
 from coordinator.learning.recorder import Recorder
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
-from coordinator.requests import DraftFigures, Finished, GenerationRequest, OutputChunk, RouteFigures
-from coordinator.round.draft_source_factory import DraftKinds
+from coordinator.requests import DraftStats, Finished, GenerationRequest, OutputChunk, RouteStats
+from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
@@ -55,7 +55,7 @@ class GenerationSettings:
     tenant: str = DEFAULT_TENANT
 
 
-class Generations:
+class GenerationService:
     """Every generation of this coordinator. Used from one event loop."""
 
     def __init__(
@@ -87,14 +87,14 @@ class Generations:
         self._metrics = metrics
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         placement = Placement(pools)
-        self._tails = Tails(store, leases)
-        self._removal = SessionRemoval(store, self._tails, placement, pools, settings.tenant)
+        self._log_repair = LogRepair(store, leases)
+        self._removal = SessionRemoval(store, self._log_repair, placement, pools, settings.tenant)
         self._prefixes = Prefixes(directory)
-        self._beginnings = Beginnings(store, leases, pools, tokenizer, self._removal, self._prefixes,
+        self._turn_preparer = TurnPreparer(store, leases, pools, tokenizer, self._removal, self._prefixes,
                                       routes_drafts=scores is not None)  # fmt: skip
-        self._draft_kinds = DraftKinds(pools, history, scores, canary, tokenizer.decode)
+        self._draft_kinds = DraftSourceFactory(pools, history, scores, canary, tokenizer.decode)
         self._canary = canary
-        self._assembly = GenerationAssembly(
+        self._factory = GenerationFactory(
             store=store, pools=pools, placement=placement, removal=self._removal, prefixes=self._prefixes,
             draft_kinds=self._draft_kinds, metrics=metrics, draft_timeout_s=settings.draft_timeout_s,
             tenant=settings.tenant, recorder=None if learning_log is None else Recorder(learning_log, pools),
@@ -109,13 +109,13 @@ class Generations:
     def num_running(self) -> int:
         return len(self._running)
 
-    def draft_figures(self, draft_pool: str) -> DraftFigures:
+    def draft_stats(self, draft_pool: str) -> DraftStats:
         """What requests have shown here of a draft pool."""
         return self._draft_kinds.figures(draft_pool)
 
-    def route_figures(self, draft_pool: str) -> list[RouteFigures]:
+    def route_stats(self, draft_pool: str) -> list[RouteStats]:
         """What is known here of a draft pool for each class of requests."""
-        return self._draft_kinds.route_figures(draft_pool)
+        return self._draft_kinds.route_stats(draft_pool)
 
     @property
     def promotion(self) -> Promotion | None:
@@ -207,7 +207,7 @@ class Generations:
             generation.cancel(_draining())
         if left:
             await asyncio.wait([generation.task for generation in left])
-        await self._assembly.close()
+        await self._factory.close()
         await self._prefixes.close()
 
     # ---- admission ---------------------------------------------------------------------------------------------
@@ -228,11 +228,11 @@ class Generations:
         check_held(num_held, running.stream.num_tokens, has_finished=False)
         if num_held >= running.stream.num_dropped_tokens:
             return running.subscribe(num_held)
-        output = (await self._beginnings.read_log(identity.session_id, identity.request_id)).output
+        output = (await self._turn_preparer.read_log(identity.session_id, identity.request_id)).output
         return running.subscribe(num_held, OutputChunk(0, output.token_ids, output.texts, None))
 
     async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
-        record = await self._tails.mend(request.session_id, await self._store.load(request.session_id))
+        record = await self._log_repair.repair(request.session_id, await self._store.load(request.session_id))
         stored = record.request if record else None
         if request.resume_from is not None and stored is None:
             raise _nothing_to_resume(request.session_id, request.resume_from)
@@ -240,25 +240,25 @@ class Generations:
             return await self._resume(stored, request, began)
         if record is not None and record.status == "running":
             raise SessionBusy(f"another request is running on session {request.session_id}")
-        return await self._start(await self._beginnings.of_new_turn(record, request, began), 0)
+        return await self._start(await self._turn_preparer.of_new_turn(record, request, began), 0)
 
     async def _resume(self, stored: RequestRecord, request: GenerationRequest, began: float) -> Subscription:
         """Replays the session's last request from the log; if it is unfinished, carries on with it."""
         session_id, num_held = request.session_id, request.resume_from or 0
         check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
-            logged = await self._beginnings.read_log(session_id, stored.request_id)
+            logged = await self._turn_preparer.read_log(session_id, stored.request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=True)
             return _replay(logged, num_held)
-        found = await self._beginnings.of_unfinished_turn(session_id, stored.request_id, num_held, began)
+        found = await self._turn_preparer.of_unfinished_turn(session_id, stored.request_id, num_held, began)
         return _replay(found, num_held) if isinstance(found, LoggedRequest) else await self._start(found, num_held)
 
-    async def _start(self, beginning: Beginning, num_held: int) -> Subscription:
+    async def _start(self, beginning: PreparedTurn, num_held: int) -> Subscription:
         """Starts a generation and its first reader, who already holds `num_held` output tokens."""
         if self._is_draining:
-            raise await asyncio.shield(self._beginnings.give_up(beginning)) or _draining()
+            raise await asyncio.shield(self._turn_preparer.give_up(beginning)) or _draining()
         # From here on nothing is awaited: the lease is the generation's, and a drain that begins now finds it.
-        generation, parts = self._assembly.start(beginning)
+        generation, parts = self._factory.start(beginning)
         self._running[beginning.identity.session_id] = generation
         self._metrics.request_running(+1)
         generation.task.add_done_callback(lambda _: self._end(generation, parts))
@@ -270,7 +270,7 @@ class Generations:
         self._metrics.request_running(-1)
         num_shown = generation.stream.num_tokens
         if num_shown:
-            self._tails.remember(
+            self._log_repair.remember(
                 parts.lease, identity, generation.stream.finish_reason, parts.account.stats,
                 parts.tokens, end=identity.output_start + num_shown,
             )  # fmt: skip

@@ -56,14 +56,14 @@ class Tail:
         )
 
 
-class Tails:
+class LogRepair:
     """Tails by session. Used from one event loop, a session by one admission at a time."""
 
     def __init__(self, store: SessionStore, leases: Leases) -> None:
         self._store = store
         self._leases = leases
-        self._tails: OrderedDict[str, Tail] = OrderedDict()
-        self._mending: dict[str, asyncio.Task[None]] = {}
+        self._log_repair: OrderedDict[str, Tail] = OrderedDict()
+        self._repairing: dict[str, asyncio.Task[None]] = {}
 
     def remember(
         self,
@@ -79,15 +79,15 @@ class Tails:
         request = replace(record_of(identity), finish_reason=finish_reason, stats_json=encode_stats(stats))
         base = max(0, end - MAX_TAIL_TOKENS)
         token_ids = tokens.tail(base)[: end - base]
-        self._tails.pop(lease.session_id, None)
-        self._tails[lease.session_id] = Tail(lease, request, base, token_ids)
-        if len(self._tails) > MAX_SESSIONS:
-            self._tails.popitem(last=False)
+        self._log_repair.pop(lease.session_id, None)
+        self._log_repair[lease.session_id] = Tail(lease, request, base, token_ids)
+        if len(self._log_repair) > MAX_SESSIONS:
+            self._log_repair.popitem(last=False)
 
     def forget(self, session_id: str) -> None:
-        self._tails.pop(session_id, None)
+        self._log_repair.pop(session_id, None)
 
-    async def mend(self, session_id: str, record: SessionRecord | None) -> SessionRecord | None:
+    async def repair(self, session_id: str, record: SessionRecord | None) -> SessionRecord | None:
         """The session's record as it was left here, put right in the store where that lost some of it.
 
         What has begun to be put right is, whoever leaves meanwhile: under a lease that was given back instead, the
@@ -101,10 +101,10 @@ class Tails:
             SessionLost: the store lost more than is remembered.
             SessionBusy: another owner holds the session.
         """
-        if (mending := self._mending.get(session_id)) is not None:
-            await asyncio.wait([mending])
+        if (repairing := self._repairing.get(session_id)) is not None:
+            await asyncio.wait([repairing])
             record = await self._store.load(session_id)
-        tail = self._tails.get(session_id)
+        tail = self._log_repair.get(session_id)
         if tail is None:
             return record
         if record is None or record.epoch > tail.lease.epoch:  # gone, or another has written it since
@@ -114,8 +114,8 @@ class Tails:
             return replace(record, was_left=True)
         lost = await self._missing_of(tail, session_id, record)
         task = asyncio.create_task(self._put_back(tail, record, lost))
-        self._mending[session_id] = task
-        task.add_done_callback(lambda _: self._mending.pop(session_id).cancelled() or task.exception())
+        self._repairing[session_id] = task
+        task.add_done_callback(lambda _: self._repairing.pop(session_id).cancelled() or task.exception())
         await asyncio.shield(task)
         return await self._store.load(session_id)
 
@@ -124,12 +124,12 @@ class Tails:
         # A lease of ours that nobody runs under was given back, and the store has forgotten that as well.
         owner = record.owner if self._leases.is_ours(record.owner) else ""
         lease = await self._leases.acquire(session_id, create=False, owner=owner)
-        self._tails[session_id] = replace(tail, lease=lease)
-        is_mended = False
+        self._log_repair[session_id] = replace(tail, lease=lease)
+        is_repaired = False
         try:
-            is_mended = await self._repair(lease, record, tail.request, lost)
+            is_repaired = await self._repair(lease, record, tail.request, lost)
         finally:
-            await self._release(lease, left=is_mended or lease.was_left)
+            await self._release(lease, left=is_repaired or lease.was_left)
 
     async def _missing_of(self, tail: Tail, session_id: str, record: SessionRecord) -> TokenIds:
         """The tokens that the store lost. Raises SessionLost when what it holds is not what came before them."""

@@ -1,6 +1,6 @@
 """What a generation begins with: the prompt of a new turn, or an unfinished turn as the log holds it; and the lease.
 
-From here a beginning goes to `assembly`. Not here: which of the two a request means, and whether it may run at all
+From here a beginning goes to `factory`. Not here: which of the two a request means, and whether it may run at all
 (`admission`), taking the lease itself (`leases`), the log's encoding (`request_log`).
 """
 
@@ -34,14 +34,14 @@ from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import NotFound, SessionBusy, SessionLost, SpecdecError, Unavailable
-from specdec.state.store import KvHome, Lease, SessionRecord, SessionStore
+from specdec.state.store import KvLocation, Lease, SessionRecord, SessionStore
 from specdec.types import SamplingParams, TokenIds
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Beginning:
+class PreparedTurn:
     """State that a generation starts from, new or resumed. Whoever has it owns the lease."""
 
     identity: GenerationIdentity
@@ -57,13 +57,13 @@ class Beginning:
     is_new_session: bool = False
     replayed: OutputStep | None = None
     """What of the output the log already holds."""
-    homes: tuple[KvHome, ...] = ()
+    homes: tuple[KvLocation, ...] = ()
     """Where the session's KV was left."""
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
     """Leading tokens of the session that replicas are said to hold, by incarnation."""
 
 
-class Beginnings:
+class TurnPreparer:
     """Makes beginnings from the store and the prompt. A session is used by one admission at a time.
 
     Cancelling or failing leaves no lease behind, and no session that was made for the request.
@@ -89,7 +89,7 @@ class Beginnings:
         self._prefixes = prefixes
         self._routes_drafts = routes_drafts
 
-    async def of_new_turn(self, record: SessionRecord | None, request: GenerationRequest, began: float) -> Beginning:
+    async def of_new_turn(self, record: SessionRecord | None, request: GenerationRequest, began: float) -> PreparedTurn:
         """Writes a new turn's prompt into the log.
 
         Args:
@@ -130,7 +130,7 @@ class Beginnings:
             await self._store.begin_request(
                 lease, record_of(identity), keep=prompt.keep, token_ids=prompt.new_token_ids
             )
-            return Beginning(
+            return PreparedTurn(
                 identity=identity,
                 lease=lease,
                 tokens=tokens,
@@ -149,7 +149,7 @@ class Beginnings:
 
     async def of_unfinished_turn(
         self, session_id: str, request_id: str, num_held: int, began: float
-    ) -> Beginning | LoggedRequest:
+    ) -> PreparedTurn | LoggedRequest:
         """Takes the session's last request over, waiting as long as a dead owner's lease may still live.
 
         Args:
@@ -183,7 +183,7 @@ class Beginnings:
         except BaseException as error:
             await self._give_up_after(error, lease, is_new=False)
             raise
-        return Beginning(
+        return PreparedTurn(
             identity=logged.identity,
             lease=lease,
             tokens=tokens,
@@ -197,7 +197,7 @@ class Beginnings:
             prefix_tokens=prefix_tokens,
         )
 
-    async def give_up(self, beginning: Beginning) -> NotFound | None:
+    async def give_up(self, beginning: PreparedTurn) -> NotFound | None:
         """Undoes a beginning that no generation starts from. What cannot be undone now expires by itself.
 
         Returns:

@@ -17,7 +17,7 @@ MAX_PAUSE_S = 60.0
 MAX_SLACK = 64.0
 
 
-class Lateness:
+class ReplicaHealth:
     """The record of one replica. All times are of one monotonic clock, the event loop's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class Lateness:
         """None of its calls were answered for longer than any of them may take."""
         self.note_late(self._clock(), heard_at=float("-inf"))
 
-    def forgive(self) -> None:
+    def reset(self) -> None:
         """It has answered in time, or its process answers again."""
         self.slack = 1.0
         self._marked_at = None

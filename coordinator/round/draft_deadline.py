@@ -1,7 +1,7 @@
 """How long a round waits for its draft: a multiple of what the pool's answers have taken, reading the prompt included.
 
 Arithmetic on what it is told, no clock of its own. Not here: how many tokens to ask for (`gamma`), what becomes of a
-replica that misses its deadline (`lateness`). One for each draft pool; called by
+replica that misses its deadline (`replica_health`). One for each draft pool; called by
 `draft_calls`.
 """
 
@@ -26,7 +26,7 @@ FIRST_PREFILL_S = 0.001
 PRIOR_PREFILL_TOKENS = 64.0
 
 
-class DraftClock:
+class DraftDeadline:
     """Times of one pool's answers. Only answers that came in time count, so a hung replica adds nothing to it."""
 
     def __init__(self) -> None:

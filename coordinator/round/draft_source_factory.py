@@ -15,16 +15,16 @@ from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.lookup import Lookup, LookupKind
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.requests import DraftFigures, RouteFigures, SpeculationChoice
+from coordinator.requests import DraftStats, RouteStats, SpeculationChoice
 from coordinator.round.draft_calls import DraftCalls
-from coordinator.round.draft_deadline import DraftClock
-from coordinator.round.draft_source import AskedDrafts, DraftSource, ModelDrafts
-from coordinator.round.gamma import GammaChooser, PoolRecord
-from coordinator.round.local_drafts import LocalDrafts
-from coordinator.round.lookup_drafts import LookupDrafts
-from coordinator.round.request_router import RequestRoute
-from coordinator.round.routed_drafts import RoutedDrafts
-from coordinator.round.routing_table import Routes
+from coordinator.round.draft_deadline import DraftDeadline
+from coordinator.round.draft_source import AdaptiveDraftSource, DraftSource, ReplicaDraftSource
+from coordinator.round.gamma import DraftPoolStats, GammaChooser
+from coordinator.round.local_drafts import InTargetDraftSource
+from coordinator.round.lookup_drafts import LookupDraftSource
+from coordinator.round.request_router import RequestRouter
+from coordinator.round.routed_drafts import RoutedDraftSource
+from coordinator.round.routing_table import RoutingTable
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
@@ -34,7 +34,7 @@ from coordinator.routing.scoring import ScoreQueue
 from specdec.types import Mode
 
 
-class DraftKinds:
+class DraftSourceFactory:
     """Makes the sources of drafts of one coordinator's requests. Used from one event loop."""
 
     def __init__(
@@ -55,29 +55,29 @@ class DraftKinds:
         """
         self._pools = pools
         self._history = history
-        self._records: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
-        self._clocks: defaultdict[str, DraftClock] = defaultdict(DraftClock)
-        self._routes = None if scores is None else Routes(pools, self._records, scores, canary, text_of)
+        self._records: defaultdict[str, DraftPoolStats] = defaultdict(DraftPoolStats)
+        self._clocks: defaultdict[str, DraftDeadline] = defaultdict(DraftDeadline)
+        self._routes = None if scores is None else RoutingTable(pools, self._records, scores, canary, text_of)
 
-    def figures(self, pool: str) -> DraftFigures:
+    def figures(self, pool: str) -> DraftStats:
         """What requests have shown of a draft pool: of routed ones what their classes did, scores among it."""
         record, routed = self._records.get(pool), None if self._routes is None else self._routes.alpha(pool)
         if record is None:
-            return DraftFigures(routed, None)
-        return DraftFigures(record.measured_alpha if routed is None else routed, record.mean_gamma)
+            return DraftStats(routed, None)
+        return DraftStats(record.measured_alpha if routed is None else routed, record.mean_gamma)
 
-    def route_figures(self, pool: str) -> list[RouteFigures]:
+    def route_stats(self, pool: str) -> list[RouteStats]:
         """What is known of a draft pool for each class of requests; nothing where they are not routed."""
         return [] if self._routes is None else self._routes.figures(pool)
 
-    def route(self, wanted: SpeculationChoice, setting: RoundSetting, tokens: SessionTokens) -> RequestRoute | None:
+    def route(self, wanted: SpeculationChoice, setting: RoundSetting, tokens: SessionTokens) -> RequestRouter | None:
         """The route of a request that may have any draft model; None where it has one, or wants none."""
         if self._routes is None or wanted.draft_pool or setting.mode is Mode.OFF:
             return None
         start = max(0, setting.output_start - MOST_PROMPT_TOKENS)
         end_of_prompt = tokens.tail(start)[: setting.output_start - start]
         request_class = self._routes.class_of(wanted.task, setting.mode, setting.filters, end_of_prompt)
-        return RequestRoute(request_class, self._routes, setting, tokens)
+        return RequestRouter(request_class, self._routes, setting, tokens)
 
     def remember(self, token_ids: Sequence[int]) -> None:
         """A turn has said this: later drafts may be found there."""
@@ -98,7 +98,7 @@ class DraftKinds:
         tokens: SessionTokens,
         replicas: SessionReplicas,
         calls: SessionCalls,
-        route: RequestRoute | None = None,
+        route: RequestRouter | None = None,
     ) -> DraftSource:
         """The drafts of one request.
 
@@ -111,8 +111,8 @@ class DraftKinds:
             route: of the request, where its model's pool may change.
         """
         drafts_of = partial(self._asked, wanted, setting, replicas, calls)
-        asked: AskedDrafts = (
-            drafts_of(replicas.draft_pool) if route is None else RoutedDrafts(route, replicas, drafts_of)
+        asked: AdaptiveDraftSource = (
+            drafts_of(replicas.draft_pool) if route is None else RoutedDraftSource(route, replicas, drafts_of)
         )
         if setting.mode is Mode.OFF:
             return asked
@@ -123,7 +123,7 @@ class DraftKinds:
             asked = self._local(wanted, local)
         if pool not in self._pools.lookup_pools:
             return asked
-        return LookupDrafts(
+        return LookupDraftSource(
             pool,
             Lookup(LookupKind(pool), self._history),
             tokens,
@@ -137,8 +137,8 @@ class DraftKinds:
         fixed = None if wanted.gamma is None else min(wanted.gamma, max_gamma)
         return GammaChooser(self._records[pool], fixed=fixed, max_gamma=max_gamma)
 
-    def _local(self, wanted: SpeculationChoice, pool: str) -> LocalDrafts:
-        return LocalDrafts(pool, self._chooser(pool, wanted, self._pools.local_gamma(pool)))
+    def _local(self, wanted: SpeculationChoice, pool: str) -> InTargetDraftSource:
+        return InTargetDraftSource(pool, self._chooser(pool, wanted, self._pools.local_gamma(pool)))
 
     def _asked(
         self,
@@ -147,10 +147,10 @@ class DraftKinds:
         replicas: SessionReplicas,
         calls: SessionCalls,
         pool: str,
-    ) -> AskedDrafts:
+    ) -> AdaptiveDraftSource:
         """The drafts of a pool of models, or of one of the targets' own that requests may be routed to."""
         if pool in self._pools.local_pools and setting.mode is not Mode.OFF:
             return self._local(wanted, pool)
         fixed = 0 if setting.mode is Mode.OFF else wanted.gamma
         chooser = GammaChooser(self._records[pool], fixed=fixed, max_gamma=self._pools.max_gamma)
-        return ModelDrafts(pool, chooser, DraftCalls(setting, replicas, calls, self._clocks[pool]))
+        return ReplicaDraftSource(pool, chooser, DraftCalls(setting, replicas, calls, self._clocks[pool]))

@@ -14,7 +14,7 @@ from functools import partial
 from coordinator.requests import RequestStats
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import SESSION_KEEP
-from coordinator.round.routing_table import Routes
+from coordinator.round.routing_table import RoutingTable
 from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
@@ -32,10 +32,10 @@ TRIAL_TOKENS = MAX_SCORED_TOKENS // 3
 WORTH_LEAVING = 0.85
 
 
-class RequestRoute:
+class RequestRouter:
     """Used by one generation."""
 
-    def __init__(self, request_class: str, routes: Routes, setting: RoundSetting, tokens: SessionTokens) -> None:
+    def __init__(self, request_class: str, routes: RoutingTable, setting: RoundSetting, tokens: SessionTokens) -> None:
         """
         Args:
             request_class: of the request.

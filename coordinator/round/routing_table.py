@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.requests import RouteFigures
+from coordinator.requests import RouteStats
 from coordinator.round.acceptance import Acceptance
-from coordinator.round.gamma import PoolRecord, best_gamma
+from coordinator.round.gamma import DraftPoolStats, best_gamma
 from coordinator.routing.classes import MAX_CLASSES, OTHER, class_of, kind_of
 from coordinator.routing.expected_rounds import ExpectedRounds
 from coordinator.routing.hedge import Hedge
@@ -55,13 +55,13 @@ class _Class:
         self.pools: defaultdict[str, _PoolInClass] = defaultdict(_PoolInClass)
 
 
-class Routes:
+class RoutingTable:
     """The routes of one coordinator's requests."""
 
     def __init__(
         self,
         pools: ReplicaPools,
-        records: Mapping[str, PoolRecord],
+        records: Mapping[str, DraftPoolStats],
         scores: ScoreQueue,
         canary: Canary | None,
         text_of: Callable[[Sequence[int]], str],
@@ -197,7 +197,7 @@ class Routes:
         num_tested = sum(record.num_tested for record in records)
         return sum(record.num_accepted for record in records) / num_tested if num_tested else None
 
-    def figures(self, pool: str) -> list[RouteFigures]:
+    def figures(self, pool: str) -> list[RouteStats]:
         """How a pool does for each class, for people."""
         figures = []
         for name, of_class in sorted(self._classes.items()):
@@ -209,7 +209,7 @@ class Routes:
                 share = record.num_rounds / num_rounds if num_rounds else 0.0
                 acceptance = record.acceptance
                 figures.append(
-                    RouteFigures(name, acceptance.measured, goodput, weight, share, is_chosen, acceptance.num_tested)
+                    RouteStats(name, acceptance.measured, goodput, weight, share, is_chosen, acceptance.num_tested)
                 )
         return figures
 

@@ -40,7 +40,7 @@ class _Segment:
     """Its text; empty for a special token."""
 
 
-class OwnText:
+class DraftVocabularyText:
     """One session's."""
 
     def __init__(self, pair: TokenizerPair) -> None:
@@ -55,7 +55,7 @@ class OwnText:
         return len(self._committed)
 
     @property
-    def own_ids(self) -> Sequence[int]:
+    def draft_vocab_ids(self) -> Sequence[int]:
         """The session in own tokens."""
         return self._own
 
@@ -67,7 +67,7 @@ class OwnText:
             num_least: fewer count as so many.
         """
         latest = [token_id for token_id in self._committed[-num_latest:] if self._pair.target.token_bytes[token_id]]
-        return int((self._pair.tokens.own_of[latest] < 0).sum()) / max(len(latest), num_least)
+        return int((self._pair.tokens.draft_vocab_of[latest] < 0).sum()) / max(len(latest), num_least)
 
     @property
     def open_piece(self) -> bytes:
@@ -110,8 +110,8 @@ class OwnText:
         if piece := bytes(self._open.piece):
             is_first = self._open.own_first == len(self._pair.draft.opening_ids)
             own_piece = self._pair.opening(piece) if is_first else piece
-            own_ids = array("I", self._pair.draft.encode(own_piece))
-            self._own[self._open.own_first :] = own_ids
+            draft_vocab_ids = array("I", self._pair.draft.encode(own_piece))
+            self._own[self._open.own_first :] = draft_vocab_ids
 
 
 def _parts(before: bytearray, piece: bytes) -> bool:

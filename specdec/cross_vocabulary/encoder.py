@@ -3,7 +3,8 @@
 A tokenizer opens a text: it puts a blank before it, and perhaps a token that begins sequences. Pieces of a running text
 get neither. Bytes that are no UTF-8, as of a character that has only begun, become tokens of bytes.
 
-Not here: which pieces (`own_text`, `retokenizer`), conversations. Safe to share between threads. Loads no torch.
+Not here: which pieces (`draft_vocabulary_text`, `retokenizer`), conversations. Safe to share between threads. Loads no
+torch.
 """
 
 from __future__ import annotations

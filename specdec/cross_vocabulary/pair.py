@@ -1,7 +1,7 @@
 """A draft's tokenizer beside its target's: what is needed to draft for a target that speaks other tokens.
 
-Not here: a session's text (`own_text`), text back to the target's tokens (`retokenizer`). Loads no torch. Made where a
-draft replica starts, and by `specdec.checkpoints.preflight`.
+Not here: a session's text (`draft_vocabulary_text`), text back to the target's tokens (`retokenizer`). Loads no torch.
+Made where a draft replica starts, and by `specdec.checkpoints.preflight`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TokenizerPair:
         """Own tokens that a special token of the target is read as; a sequence begins once."""
         if is_first and token_id == self.target_begin_id and self.draft.opening_ids:
             return []
-        own_id = int(self.tokens.own_of[token_id])
-        return [own_id] if own_id >= 0 else self.draft.encode(self.special_names.get(token_id, b""))
+        draft_vocab_id = int(self.tokens.draft_vocab_of[token_id])
+        return [draft_vocab_id] if draft_vocab_id >= 0 else self.draft.encode(self.special_names.get(token_id, b""))
 
     def opening(self, piece: bytes) -> bytes:
         """The first bytes of a session's text as the draft's tokenizer would have opened it."""

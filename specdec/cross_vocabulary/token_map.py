@@ -28,7 +28,7 @@ class TokenMap:
 
     target_of: NDArray[np.int64]
     """int64 [draft vocabulary]."""
-    own_of: NDArray[np.int64]
+    draft_vocab_of: NDArray[np.int64]
     """int64 [target vocabulary]: the draft token that stands for a target token."""
 
     def of_model(self, num_tokens: int, own_end_ids: Collection[int], target_end_id: int | None) -> TokenMap:
@@ -40,14 +40,18 @@ class TokenMap:
             target_end_id: that one; None where there is none.
         """
         target_of = self.target_of[:num_tokens].copy()
-        own_of = np.where(self.own_of < num_tokens, self.own_of, -1)
-        ends = [own_id for own_id in own_end_ids if own_id < len(target_of) and target_of[own_id] < 0]
+        draft_vocab_of = np.where(self.draft_vocab_of < num_tokens, self.draft_vocab_of, -1)
+        ends = [
+            draft_vocab_id
+            for draft_vocab_id in own_end_ids
+            if draft_vocab_id < len(target_of) and target_of[draft_vocab_id] < 0
+        ]
         if target_end_id is not None and ends:
             target_of[ends] = target_end_id
-            if own_of[target_end_id] < 0:
-                own_of[target_end_id] = ends[0]
-        target_of[(target_of >= 0) & (own_of[target_of] < 0)] = -1  # what is drafted must be read next
-        return TokenMap(target_of, own_of)
+            if draft_vocab_of[target_end_id] < 0:
+                draft_vocab_of[target_end_id] = ends[0]
+        target_of[(target_of >= 0) & (draft_vocab_of[target_of] < 0)] = -1  # what is drafted must be read next
+        return TokenMap(target_of, draft_vocab_of)
 
     @property
     def num_shared(self) -> int:
@@ -73,21 +77,21 @@ def map_tokens(
         VocabularyMismatch: not one token is in common.
     """
     target_of = np.full(len(draft_pieces.token_bytes), -1, dtype=np.int64)
-    own_of = np.full(len(target_pieces.token_bytes), -1, dtype=np.int64)
+    draft_vocab_of = np.full(len(target_pieces.token_bytes), -1, dtype=np.int64)
     theirs = _by_bytes(target_pieces)
-    for piece, own_ids in _by_bytes(draft_pieces).items():
+    for piece, draft_vocab_ids in _by_bytes(draft_pieces).items():
         if piece in theirs:
             target_id = _preferred(theirs[piece], piece, target_pieces)
-            target_of[own_ids] = target_id
-            own_of[theirs[piece]] = _preferred(own_ids, piece, draft_pieces)
+            target_of[draft_vocab_ids] = target_id
+            draft_vocab_of[theirs[piece]] = _preferred(draft_vocab_ids, piece, draft_pieces)
     if not (target_of >= 0).any():
         told = " and ".join(
             f"{role} has fingerprint {vocabulary_fingerprint(tokenizer.get_vocab())}"
             for role, tokenizer in (("the draft", draft), ("the target", target))
         )
         raise VocabularyMismatch(f"draft and target have no token in common: {told}")
-    _map_roles(draft, target, target_of, own_of)
-    return TokenMap(target_of, own_of)
+    _map_roles(draft, target, target_of, draft_vocab_of)
+    return TokenMap(target_of, draft_vocab_of)
 
 
 def _by_bytes(pieces: PieceEncoder) -> dict[bytes, list[int]]:
@@ -111,20 +115,20 @@ def _map_roles(
     draft: PreTrainedTokenizerFast,
     target: PreTrainedTokenizerFast,
     target_of: NDArray[np.int64],
-    own_of: NDArray[np.int64],
+    draft_vocab_of: NDArray[np.int64],
 ) -> None:
     """Maps special tokens that both have by name, and what ends a text; what begins or fills one is never drafted."""
     never = {token for tokenizer in (draft, target) for token in (tokenizer.bos_token, tokenizer.pad_token)}
     named = _special_tokens(draft)
     for token, target_id in _special_tokens(target).items():
         if token in named:
-            own_of[target_id] = named[token]
+            draft_vocab_of[target_id] = named[token]
             if token not in never:
                 target_of[named[token]] = target_id
     if draft.eos_token_id is not None and target.eos_token_id is not None:
         target_of[draft.eos_token_id] = target.eos_token_id
-        if own_of[target.eos_token_id] < 0:
-            own_of[target.eos_token_id] = draft.eos_token_id
+        if draft_vocab_of[target.eos_token_id] < 0:
+            draft_vocab_of[target.eos_token_id] = draft.eos_token_id
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:

@@ -15,7 +15,7 @@ import logging
 import socket
 
 from specdec.engine_api import Engine
-from specdec.rpc.unix_socket_server import MAX_LANES, Lane, LaneHost
+from specdec.rpc.unix_socket_server import MAX_UNIX_SOCKETS, UnixSocketConnection, UnixSocketHost
 from specdec.rpc.unix_sockets import new_name, socket_path
 
 #: Between two looks at whether the device hangs.
@@ -24,10 +24,10 @@ LOOK_S = 0.25
 _log = logging.getLogger(__name__)
 
 
-class DeviceLane:
+class DeviceThreadSocket:
     """The lane of a device thread, under another name after each hang. Use from the service's event loop."""
 
-    def __init__(self, engine: Engine, device_loop: asyncio.AbstractEventLoop, host: LaneHost) -> None:
+    def __init__(self, engine: Engine, device_loop: asyncio.AbstractEventLoop, host: UnixSocketHost) -> None:
         """`device_loop`: of the engine's device thread; `host`: of its lanes."""
         self._engine = engine
         self._device_loop = device_loop
@@ -108,15 +108,15 @@ class DeviceLane:
             _log.warning("no device lane: %s", error)
 
     def _take(self, caller: socket.socket) -> None:
-        if len(self._callers) >= MAX_LANES:
+        if len(self._callers) >= MAX_UNIX_SOCKETS:
             caller.close()
             return
         gone: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._callers[caller] = gone
         gone.add_done_callback(lambda _: self._callers.pop(caller, None))
 
-        def speak() -> Lane:
-            lane = Lane(self._host)
+        def speak() -> UnixSocketConnection:
+            lane = UnixSocketConnection(self._host)
             lane.over.add_done_callback(lambda _: _note_gone(gone))
             return lane
 

@@ -25,22 +25,22 @@ from specdec.rpc.interceptors import COMPLAINT_INTERVAL_S
 from specdec.rpc.unix_sockets import (
     MAX_HELLO_BYTES,
     FrameReader,
-    heard_hello,
-    hello,
+    handshake,
     is_of_this_user,
     new_name,
     prefixed,
+    received_handshake,
     socket_path,
 )
 from specdec.types import EngineInfo
 
 #: Lanes at once; a coordinator has one for each model.
-MAX_LANES = 256
+MAX_UNIX_SOCKETS = 256
 
 _log = logging.getLogger(__name__)
 
 
-class LaneHost:
+class UnixSocketHost:
     """What the lanes of one event loop have in common."""
 
     def __init__(
@@ -57,7 +57,7 @@ class LaneHost:
         self.frame_type = frame_type
         self.info = info
         self.max_frame_bytes = max_frame_bytes
-        self.lanes: set[Lane] = set()
+        self.lanes: set[UnixSocketConnection] = set()
         self._complained_s = float("-inf")
 
     def complain(self, error: Exception) -> None:
@@ -68,10 +68,10 @@ class LaneHost:
             _log.warning("a lane is closed: %s", error)
 
 
-class LaneServer:
+class UnixSocketServer:
     """Takes callers on a Unix socket, and serves them in the same event loop."""
 
-    def __init__(self, host: LaneHost) -> None:
+    def __init__(self, host: UnixSocketHost) -> None:
         self._host = host
         self.name = ""
         """Of the lane, as it is told; "" where none is open."""
@@ -84,7 +84,7 @@ class LaneServer:
             return
         try:
             self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: Lane(self._host), socket_path(name)
+                lambda: UnixSocketConnection(self._host), socket_path(name)
             )
         except OSError as error:
             _log.warning("no lane beside gRPC: %s", error)
@@ -101,10 +101,10 @@ class LaneServer:
             lane.hang_up()
 
 
-class Lane(asyncio.Protocol):
+class UnixSocketConnection(asyncio.Protocol):
     """One caller's."""
 
-    def __init__(self, host: LaneHost) -> None:
+    def __init__(self, host: UnixSocketHost) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -123,8 +123,8 @@ class Lane(asyncio.Protocol):
         if not is_of_this_user(transport.get_extra_info("socket")):
             self._refuse("this lane is another user's")
             return
-        if len(self._host.lanes) >= MAX_LANES:
-            self._refuse(f"{MAX_LANES} lanes are open")
+        if len(self._host.lanes) >= MAX_UNIX_SOCKETS:
+            self._refuse(f"{MAX_UNIX_SOCKETS} lanes are open")
             return
         self._host.lanes.add(self)
         self._host.frames.watch_drain(self._note_drain)
@@ -169,12 +169,12 @@ class Lane(asyncio.Protocol):
 
     def _refuse(self, reason: str) -> None:
         assert self._transport is not None
-        self._transport.write(hello(reason))
+        self._transport.write(handshake(reason))
         self._transport.close()
 
     def _take_frame(self, frame: bytes, received_s: float) -> None:
         if not self._has_met:
-            self._meet(heard_hello(frame))
+            self._shake_hands(received_handshake(frame))
             return
         check_num_fields(frame, self._host.frame_type)
         items = self._host.frames.items_of(self._host.frame_type.FromString(frame))
@@ -186,11 +186,11 @@ class Lane(asyncio.Protocol):
             task.add_done_callback(self._settle)
         self._control_reading()
 
-    def _meet(self, words: list[str]) -> None:
+    def _shake_hands(self, words: list[str]) -> None:
         info = self._host.info()
         require_meant(words[0], info)
         assert self._transport is not None
-        self._transport.write(hello(info.model_fingerprint, info.incarnation))
+        self._transport.write(handshake(info.model_fingerprint, info.incarnation))
         self._has_met = True
         self._reader.max_frame_bytes = self._host.max_frame_bytes
 

@@ -14,17 +14,17 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from specdec.errors import Unavailable
-from specdec.rpc.calls import StrayAnswer
+from specdec.rpc.calls import UnexpectedReply
 from specdec.rpc.framing import join_items
 from specdec.rpc.identity import INCARNATION_KEY, MODEL_KEY
 from specdec.rpc.link_stream import LinkStream
 from specdec.rpc.unix_sockets import (
     MAX_HELLO_BYTES,
     FrameReader,
-    heard_hello,
-    hello,
+    handshake,
     is_of_this_user,
     prefixed,
+    received_handshake,
     socket_path,
 )
 
@@ -34,10 +34,10 @@ CONNECT_TIMEOUT_S = 1.0
 _MAX_FRAME_BYTES = 64 << 20  # as gRPC takes from a replica
 
 
-class LaneStream(LinkStream, asyncio.Protocol):
+class UnixSocketStream(LinkStream, asyncio.Protocol):
     """One open lane and the calls that wait on it."""
 
-    is_lane = True
+    is_unix_socket = True
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LaneStream(LinkStream, asyncio.Protocol):
         items_of: Callable[[bytes], Sequence[tuple[Any, int]]],
         decode: Callable[[list[Any], list[Any]], Sequence[Any]],
         address: str,
-        meet: Callable[[Any], None],
+        shake_hands: Callable[[Any], None],
         on_lost: Callable[[], None],
         *,
         is_for_lone_calls: bool,
@@ -69,7 +69,7 @@ class LaneStream(LinkStream, asyncio.Protocol):
         self._is_full = False
         """Whether the replica does not read what it is written: what is asked waits here, where it can be given up."""
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        super().__init__(None, items_of, decode, address, meet)
+        super().__init__(None, items_of, decode, address, shake_hands)
 
     # asyncio's calls
 
@@ -80,7 +80,7 @@ class LaneStream(LinkStream, asyncio.Protocol):
             transport.abort()
             return
         self._transport = transport
-        transport.write(hello(self._model))
+        transport.write(handshake(self._model))
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -89,7 +89,7 @@ class LaneStream(LinkStream, asyncio.Protocol):
                 self._take_frame(frame)
         except DecodeError as error:
             self._lose(f"{self._address}: the replica sent what is no frame: {error}")
-        except StrayAnswer as error:
+        except UnexpectedReply as error:
             self._lose(f"{self._address}: the replica {error}")
         except Unavailable as error:
             self._lose(f"{self._address}: {error.message}")
@@ -109,10 +109,10 @@ class LaneStream(LinkStream, asyncio.Protocol):
             self._heard_at = self._loop.time()
             self._deliver(frame)
             return
-        words = heard_hello(frame)
+        words = received_handshake(frame)
         if len(words) != 2:
             raise Unavailable(words[0])
-        self._meet(((MODEL_KEY, words[0]), (INCARNATION_KEY, words[1])))
+        self._shake_hands(((MODEL_KEY, words[0]), (INCARNATION_KEY, words[1])))
         self._has_met = True
         self._reader.max_frame_bytes = _MAX_FRAME_BYTES
 

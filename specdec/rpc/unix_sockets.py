@@ -60,12 +60,12 @@ def prefixed(frame: bytes) -> bytes:
     return _LENGTH.pack(len(frame)) + frame
 
 
-def hello(*words: str) -> bytes:
+def handshake(*words: str) -> bytes:
     """What an end says first, as a frame."""
     return prefixed(_GREETING + "\n".join(words).encode())
 
 
-def heard_hello(frame: bytes) -> list[str]:
+def received_handshake(frame: bytes) -> list[str]:
     """What the other end said first. Raises DecodeError: it is no end of a lane."""
     if not frame.startswith(_GREETING):
         raise DecodeError("it does not greet as a lane does")

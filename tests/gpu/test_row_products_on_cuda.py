@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.cuda_graphs_rig import MIXED_LAYERS, build, random_tokens
 
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan
@@ -18,7 +19,6 @@ from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
-from tests.support.captured_rig import MIXED_LAYERS, build, random_tokens
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 

@@ -117,7 +117,7 @@ def build_model(tokenizer: Path, directory: Path, **options: object) -> Path:
     return directory
 
 
-def build_translated_copy(target: Path, tokenizer: Path, directory: Path) -> Path:
+def build_cross_vocabulary_copy(target: Path, tokenizer: Path, directory: Path) -> Path:
     """The target's own weights for tokens of another tokenizer: where text is the same, so is what it says.
 
     Rows of tokens in common are the target's; no other token is likely.

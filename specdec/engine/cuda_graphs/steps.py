@@ -233,9 +233,9 @@ class CapturedSteps:
                         if not may_lack_room:
                             raise
                         self.num_without_room += 1
-            self._prepare_follow_up()
+            self._prepare_multi_step()
 
-    def _prepare_follow_up(self) -> None:
+    def _prepare_multi_step(self) -> None:
         """Has the kernel between two draft steps compiled now: in a draft it would be seconds that look like a hang."""
         for bucket, (inputs, _) in self._steps.items():
             if bucket.width == 1 and inputs.tables is not None:
@@ -285,11 +285,11 @@ class CapturedSteps:
         return self._attention.tables is not None and any(bucket.width == 1 for bucket in self._steps)
 
     def can_follow(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether `follow_up` works after a step of these slices."""
+        """Whether `multi_step` works after a step of these slices."""
         bucket = self._buckets.smallest_for(last_tokens(slices))
         return self.may_follow and bucket in self._steps and bucket.width == 1
 
-    def follow_up(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def multi_step(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Further steps of a step's sequences, one token each; within inference mode.
 
         Args:

@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey, Stream, philox4x32, seed_words
-from specdec.core.sparse import support_of_likeliest
+from specdec.core.sparse import support_of_top
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.drafting.drawing import Draft, Drawing, context_of, draw_key_of
-from specdec.engine.drafting.multi_step_policy import RunPolicy
+from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
 from specdec.engine.logits.filters import distributions_of, likeliest
 from specdec.engine.logits.rows import FIRST_CANDIDATES, noise_keys
@@ -34,16 +34,16 @@ from specdec.engine.logits.transfer import to_device, to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
 
 
-class DeviceRun:
-    """Implements `engine.loop.job.DraftRun`."""
+class DeviceMultiStep:
+    """Implements `engine.loop.job.MultiStepDraft`."""
 
     def __init__(
         self,
         drawing: Drawing,
-        policy: RunPolicy,
+        policy: MultiStepPolicy,
         jobs: Sequence[Job],
         num_steps: int,
-        num_likeliest: int,
+        top_n: int,
         go_on: Callable[[Job], None],
     ) -> None:
         """
@@ -52,26 +52,26 @@ class DeviceRun:
             policy: told of the run's end.
             jobs: those that may run, in the order of their rows.
             num_steps: that each of them still wants.
-            num_likeliest: how many of the likeliest tokens the drafts note; 0: none.
+            top_n: how many of the likeliest tokens the drafts note; 0: none.
             go_on: ends a job that has got its token, or lets it go on.
         """
         self.num_steps = num_steps
         self._drawing = drawing
         self._policy = policy
         self._jobs = jobs
-        self._num_likeliest = num_likeliest
+        self._top_n = top_n
         self._go_on = go_on
         rows_of: dict[RowKind, list[int]] = {}
         for row, job in enumerate(jobs):
             job.progress = job.progress or Draft()
             rows_of.setdefault(row_kind(job.call.position), []).append(row)
-        self._parts = [_Part(kind, [jobs[row] for row in rows], rows, drawing, num_steps, num_likeliest)
+        self._parts = [_Part(kind, [jobs[row] for row in rows], rows, drawing, num_steps, top_n)
                        for kind, rows in rows_of.items()]  # fmt: skip
         self._drawn: list[list[torch.Tensor]] = []
         self._steps: list[list[NDArray[Any]]] = []
 
     def run_on(self, worker: Worker, plan: StepPlan) -> bool:
-        """See `DraftRun.run_on`."""
+        """See `MultiStepDraft.run_on`."""
         if not worker.draft(plan, self.num_steps, self._draw):
             return False
         read = iter(to_host(*(tensor for drawn in self._drawn for tensor in drawn)))
@@ -90,7 +90,7 @@ class DeviceRun:
         return token_ids
 
     def take(self, index: int, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-        """See `DraftRun.take`."""
+        """See `MultiStepDraft.take`."""
         maxima, foreseen, *noted = self._steps[index]
         non_finite, going = [], []
         columns = iter(noted)
@@ -117,9 +117,9 @@ class DeviceRun:
 
     def _token_of(self, part: _Part, job: Job, place: int, foreseen: int, noted: Sequence[NDArray[Any]]) -> int:
         if part.kind is RowKind.DISTRIBUTION:
-            cut = support_of_likeliest(noted[1][place], noted[0][place], self._drawing.coverage)
-            return self._drawing.draw_from_cuts([job], [cut], self._num_likeliest)[0]
-        if self._num_likeliest:
+            cut = support_of_top(noted[1][place], noted[0][place], self._drawing.coverage)
+            return self._drawing.draw_from_cuts([job], [cut], self._top_n)[0]
+        if self._top_n:
             is_possible = noted[0][place] > -np.inf
             job.progress.likeliest.append(noted[1][place][is_possible].tolist())
         return foreseen
@@ -129,14 +129,14 @@ class _Part:
     """The rows of one kind."""
 
     def __init__(
-        self, kind: RowKind, jobs: list[Job], rows: list[int], drawing: Drawing, num_steps: int, num_likeliest: int
+        self, kind: RowKind, jobs: list[Job], rows: list[int], drawing: Drawing, num_steps: int, top_n: int
     ) -> None:
         self.kind = kind
         self.jobs = jobs
         self.rows = rows
         self._drawing = drawing
         self._num_steps = num_steps
-        self._num_likeliest = num_likeliest
+        self._top_n = top_n
         self._contexts = [context_of(job) for job in jobs]
         self._looks_once = kind is not RowKind.GREEDY and any(c.filters.top_p < 1.0 for c in self._contexts)
         """Whether the last that it notes tells which rows' top-p reaches further than is looked."""
@@ -149,7 +149,7 @@ class _Part:
     @property
     def num_noted(self) -> int:
         """Tensors beside the tokens that `draw` gives."""
-        return 2 * (self.kind is RowKind.DISTRIBUTION or self._num_likeliest > 0) + self._looks_once
+        return 2 * (self.kind is RowKind.DISTRIBUTION or self._top_n > 0) + self._looks_once
 
     def is_wide(self, place: int, noted: Sequence[NDArray[Any]]) -> bool:
         """Whether what was noted of a row, its `place` among them, does not reach far enough to draw from."""
@@ -185,7 +185,7 @@ class _Part:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """As `draw`, of its own rows alone, after bias, penalties and masks."""
         if self.kind is RowKind.GREEDY:
-            return argmax, self._likeliest(scores)
+            return argmax, self._top(scores)
         filters = [context.filters for context in self._contexts]
         reach = [torch.zeros(len(scores), dtype=torch.bool, device=scores.device)] if self._looks_once else []
         distributions = distributions_of(scores.to(torch.float64, copy=True), filters, *reach)
@@ -193,17 +193,17 @@ class _Part:
             keys = self._keys_on(scores.device).clone()
             keys[:, 3] += index
             scores = dense_coupled_scores(distributions, keys)
-            return scores.argmax(dim=-1), [*self._likeliest(scores), *reach]
+            return scores.argmax(dim=-1), [*self._top(scores), *reach]
         self._num_tokens = distributions.shape[-1]
         num_looked_at = min(self._drawing.s_max, self._num_tokens, FIRST_CANDIDATES)
         masses, ids = likeliest(distributions, num_looked_at, floor=0.0)
         words = self._words_on(scores.device)[index]
         return support_draws(masses, ids, self._drawing.coverage, words), [masses, ids, *reach]
 
-    def _likeliest(self, scores: torch.Tensor) -> list[torch.Tensor]:
-        if not self._num_likeliest:
+    def _top(self, scores: torch.Tensor) -> list[torch.Tensor]:
+        if not self._top_n:
             return []
-        return list(scores.topk(min(self._num_likeliest, scores.shape[-1]), dim=-1))
+        return list(scores.topk(min(self._top_n, scores.shape[-1]), dim=-1))
 
     def _keys_on(self, device: torch.device) -> torch.Tensor:
         """Of the noise at the first position, int64 [R, 4]."""

@@ -15,8 +15,8 @@ from specdec.engine.drafting.drawing import Draft
 from specdec.engine.loop.job import Job
 
 
-class LikeliestRun:
-    """Implements `engine.loop.job.DraftRun`."""
+class GreedyMultiStep:
+    """Implements `engine.loop.job.MultiStepDraft`."""
 
     def __init__(self, jobs: Sequence[Job], num_steps: int, go_on: Callable[[Job], None]) -> None:
         """
@@ -32,13 +32,13 @@ class LikeliestRun:
         self._token_ids: list[list[int]] = []
 
     def run_on(self, worker: Worker, plan: StepPlan) -> bool:
-        """See `DraftRun.run_on`."""
-        logits, token_ids = worker.draft_likeliest(plan, self.num_steps)
+        """See `MultiStepDraft.run_on`."""
+        logits, token_ids = worker.draft_greedy(plan, self.num_steps)
         self._logits, self._token_ids = logits.tolist(), token_ids.tolist()
         return True
 
     def take(self, index: int, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-        """See `DraftRun.take`."""
+        """See `MultiStepDraft.take`."""
         non_finite, going = [], []
         for job, logit, token_id in zip(self._jobs, self._logits[index], self._token_ids[index], strict=True):
             if job not in jobs:

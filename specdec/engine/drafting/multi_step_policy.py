@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.engine.base import DraftRuns
+from specdec.engine.base import MultiStepDrafts
 from specdec.engine.drafting.drawing import context_of
 from specdec.engine.logits.filters import MAX_BATCH_LOGITS
 from specdec.engine.logits.rows import FIRST_CANDIDATES
@@ -19,7 +19,7 @@ from specdec.engine.loop.job import Job, RowKind, row_kind
 MAX_PAUSE = 255
 
 
-class RunPolicy:
+class MultiStepPolicy:
     """When drafts are run. Device thread only."""
 
     def __init__(self, *, s_max: int, num_tokens: int) -> None:
@@ -29,16 +29,16 @@ class RunPolicy:
         self._pause = 0
         self._num_left = 0
 
-    def may_run(self, jobs: Sequence[Job], kind: DraftRuns, num_likeliest: int) -> bool:
+    def may_run(self, jobs: Sequence[Job], kind: MultiStepDrafts, top_n: int) -> bool:
         """Whether the next tokens of jobs of rounds that draft are drawn in a run; asked once an opportunity.
 
         Args:
             jobs: those of the next step.
             kind: which runs the worker has.
-            num_likeliest: how many of the likeliest tokens the drafts note.
+            top_n: how many of the likeliest tokens the drafts note.
         """
-        if kind is DraftRuns.LIKELIEST:
-            return not num_likeliest and all(_takes_likeliest(job) for job in jobs)
+        if kind is MultiStepDrafts.LIKELIEST:
+            return not top_n and all(_takes_top(job) for job in jobs)
         if len(jobs) * self._num_tokens > MAX_BATCH_LOGITS:
             return False
         if any(job.progress is not None and job.progress.is_wide for job in jobs):
@@ -66,6 +66,6 @@ class RunPolicy:
         return is_wide_support or filters.top_p < 1.0
 
 
-def _takes_likeliest(job: Job) -> bool:
+def _takes_top(job: Job) -> bool:
     """Whether its next tokens are those of the highest logits, as the model gives them."""
     return row_kind(job.call.position) is RowKind.GREEDY and not context_of(job).changes_logits

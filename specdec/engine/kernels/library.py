@@ -90,8 +90,8 @@ def _load(path: Path) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.specdec_coupled_choices.argtypes = [pointer, number, number, pointer, pointer, ctypes.c_int]
     library.specdec_coupled_choices.restype = None
-    library.specdec_likeliest.argtypes = [pointer, number, number, number, pointer, pointer]
-    library.specdec_likeliest.restype = None
+    library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]
+    library.specdec_argmax.restype = None
     for steps in (library.specdec_step, library.specdec_run, library.specdec_draft):
         steps.restype = None  # their arguments are `runner`'s structures
     _loaded.append(library)

@@ -3,8 +3,8 @@
 A branch is such a call, assumed and drafted on a fork of its session's sequence. If the call then comes as assumed, the
 fork becomes the session's own and what was drafted is its answer; if not, nothing of the branch remains.
 
-Not here: which calls are worth assuming (`draft_service.predraft`). The loop asks its `Ahead` between steps, on the
-device thread, and runs a step of it only when no call is ready to run.
+Not here: which calls are worth assuming (`draft_service.predraft`). The loop asks its `IdleDrafting` between steps, on
+the device thread, and runs a step of it only when no call is ready to run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Branch:
         self.block_copy = None
 
 
-class Ahead:
+class IdleDrafting:
     """A service without such work; one that has some overrides all of this."""
 
     def has_work(self) -> bool:

@@ -19,7 +19,7 @@ from specdec.errors import ResourceExhausted
 _SPARE_SHARE = 4
 
 
-class Background:
+class PreemptibleCalls:
     """Lets yielding calls in, and ends them. Device thread only."""
 
     def __init__(self, calls: Calls[Any, Any]) -> None:
@@ -40,10 +40,10 @@ class Background:
         if self._calls.jobs or num_expected or spare < blocks.num_blocks // _SPARE_SHARE:
             raise _busy()
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         """Ends the yielding calls where another one has come."""
         jobs = list(self._calls.jobs.values())
-        yielding = [job for job in jobs if job.call.yields]
+        yielding = [job for job in jobs if job.call.preemptible]
         if len(yielding) < len(jobs):
             for job in yielding:
                 self._calls.end(job, _busy())

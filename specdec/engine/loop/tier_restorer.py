@@ -47,7 +47,7 @@ class _Restore:
     """On the loop's clock: when it goes on without the rest."""
 
 
-class Restores:
+class TierRestorer:
     """Every call that is held for KV from the tier."""
 
     def __init__(

@@ -19,7 +19,7 @@ from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
 
 
-class Offers:
+class TierWriter:
     """Of one worker's blocks to one tier."""
 
     def __init__(self, tier: ColdTier, worker: Worker, sessions: SessionTable) -> None:

@@ -28,19 +28,19 @@ _LOGITS_BESIDE = 20
 _FEWEST_TOKENS = _LOOKED_AT + 4
 
 
-def require_keepable(options: CompileOptions, device: torch.device, *, is_native: bool, is_captured: bool) -> None:
+def require_keepable(options: CompileOptions, device: torch.device, *, is_native: bool, uses_cuda_graphs: bool) -> None:
     """Whether steps will run by what keeps the promise.
 
     Args:
         options: what was asked for.
         device: of the model.
         is_native: whether the native kernels run it.
-        is_captured: whether its steps are to be captured.
+        uses_cuda_graphs: whether its steps are to be captured.
 
     Raises:
         Unsupported: they will not, or not as somebody asked for.
     """
-    if is_native or is_captured:
+    if is_native or uses_cuda_graphs:
         return
     keeper, backend = ("native kernels", NATIVE) if device.type == "cpu" else ("captured steps", CAPTURED)
     if options.backend not in (AUTO, backend):
@@ -50,7 +50,7 @@ def require_keepable(options: CompileOptions, device: torch.device, *, is_native
     raise Unsupported(f"--{FIELD} on {device.type} {problem}", field=FIELD)
 
 
-def require_same_bits(worker: Worker) -> None:
+def require_batch_invariance(worker: Worker) -> None:
     """Runs the end of one sequence alone and in company, in steps of very different sizes; its cache is left filled.
 
     Raises:

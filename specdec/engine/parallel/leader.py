@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from specdec.engine.base import StepPlan, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
 from specdec.engine.parallel.group import STEP_TIMEOUT_S, RankGroup
-from specdec.engine.parallel.leader_tier import LeadTier
+from specdec.engine.parallel.leader_tier import LeaderTier
 from specdec.engine.parallel.messages import END, NOTHING, PartState, Words, pack_plan
-from specdec.engine.parallel.rank_heartbeat import Lifeline
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.errors import SpecdecError, Unavailable
 
 #: Between two messages that say nothing; well below the time after which a group gives a silent rank up.
@@ -48,27 +48,27 @@ def _end_on_device(logits: torch.Tensor) -> Callable[[], bool]:
     return event.query
 
 
-class LeadWorker(Worker):
+class LeaderWorker(Worker):
     """Implements `engine.base.Worker` by a group of ranks. `execute` and `close` from one thread at a time."""
 
-    def __init__(self, own: Worker, ranks: RankGroup, lifeline: Lifeline) -> None:
+    def __init__(self, own: Worker, ranks: RankGroup, rank_heartbeat: RankHeartbeat) -> None:
         """
         Args:
             own: runs this rank's part of a step.
             ranks: the others, who follow from now on.
-            lifeline: says when one of them is gone.
+            rank_heartbeat: says when one of them is gone.
         """
         self.shape = own.shape
         self._own = own
         self._ranks = ranks
-        self._lifeline = lifeline
+        self._rank_heartbeat = rank_heartbeat
         self._sending = threading.Lock()  # a step, or a message between steps
         self._guard = threading.Lock()
         self._lost: WorkerLost | None = None  # guarded
         self._note_lost: Callable[[WorkerLost], None] | None = None  # guarded
         self._ended = threading.Event()
         self._newest = _Step(time.monotonic(), lambda: True)
-        lifeline.watch(self._note)
+        rank_heartbeat.watch(self._note)
         threading.Thread(target=self._keep_alive, name="keep-ranks-alive", daemon=True).start()
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
@@ -95,7 +95,7 @@ class LeadWorker(Worker):
 
     def divided(self, tier: ColdTier) -> ColdTier:
         """See `engine.base.Worker.divided`."""
-        return LeadTier(tier, self._tell, self._ask)
+        return LeaderTier(tier, self._tell, self._ask)
 
     def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
         """See `engine.base.Worker.watch`."""
@@ -110,7 +110,7 @@ class LeadWorker(Worker):
             if self._ended.is_set():
                 return
             self._ended.set()
-            self._lifeline.close()
+            self._rank_heartbeat.close()
             if self._lost is None:
                 self._say(END)
             self._own.close()

@@ -24,7 +24,7 @@ _ASK_INTERVAL_S = 0.005
 Tell = Callable[[Payload | None], None]
 
 
-class LeadTier:
+class LeaderTier:
     """Implements `engine.cold_tier.ColdTier`. Callable from any thread."""
 
     def __init__(self, own: ColdTier, send: Callable[[Words], None], ask: Callable[[Words], int]) -> None:
@@ -47,7 +47,7 @@ class LeadTier:
 
     def fetch(self, names: Sequence[bytes], replay_s: Sequence[float], tell: Tell) -> Fetch | None:
         """See `ColdTier.fetch`."""
-        fetch = LeadFetch(next(self._numbers) & 0x7FFFFFFF, tell, self._send, self._ask)
+        fetch = LeaderFetch(next(self._numbers) & 0x7FFFFFFF, tell, self._send, self._ask)
         own = self._own.fetch(names, replay_s, fetch.take_in)
         if own is None:
             return None
@@ -55,7 +55,7 @@ class LeadTier:
         return fetch
 
 
-class LeadFetch:
+class LeaderFetch:
     """Implements `engine.cold_tier.Fetch`."""
 
     def __init__(self, number: int, tell: Tell, send: Callable[[Words], None], ask: Callable[[Words], int]) -> None:

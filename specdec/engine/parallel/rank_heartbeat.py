@@ -43,7 +43,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-class Lifeline:
+class RankHeartbeat:
     """One rank's connections. What is lost is told once, from a thread of its own."""
 
     def __init__(self, peers: Mapping[int, socket.socket]) -> None:
@@ -57,7 +57,7 @@ class Lifeline:
             threading.Thread(target=self._watch, args=(rank, peer), name=f"rank-{rank}", daemon=True).start()
 
     @classmethod
-    def of_first(cls, store: Store, host: str, num_ranks: int) -> Lifeline:
+    def of_first(cls, store: Store, host: str, num_ranks: int) -> RankHeartbeat:
         """Waits for all others to connect."""
         with socket.create_server((host, 0)) as server:
             server.settimeout(_CONNECT_S)
@@ -74,7 +74,7 @@ class Lifeline:
         return cls(peers)
 
     @classmethod
-    def of_other(cls, store: Store, host: str, rank: int) -> Lifeline:
+    def of_other(cls, store: Store, host: str, rank: int) -> RankHeartbeat:
         """Connects to the first rank."""
         peer = socket.create_connection((host, int(store.get("lifeline"))), _CONNECT_S)
         peer.sendall(b"%d\n" % rank)

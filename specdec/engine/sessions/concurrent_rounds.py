@@ -20,7 +20,7 @@ class OtherAnswers(NamedTuple):
     """Positions in them."""
 
 
-class AnswerCount:
+class ConcurrentRounds:
     """Counts the answers of one replica."""
 
     def __init__(self) -> None:

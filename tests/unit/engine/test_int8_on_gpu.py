@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.cuda_graphs_rig import CountedCapture
 from transformers import AutoModelForCausalLM
 
 from specdec.engine import loader
@@ -21,7 +22,6 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model.checkpoint_model import pick_dtype
 from specdec.engine.model.options import CompileOptions
 from specdec.errors import Unsupported
-from tests.support.captured_rig import CountedCapture
 from tests.support.interpreted_kernels import few_programs
 from tests.support.tiny_models import build_tiny_model
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.cuda_graphs_rig import CountedCapture
 
 from bench.models import DEMO
 from specdec.engine.base import ModelShape
@@ -16,7 +17,6 @@ from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import Unsupported
-from tests.support.captured_rig import CountedCapture
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
 
 REFUSAL = "type mistral is computed differently here than by transformers"
