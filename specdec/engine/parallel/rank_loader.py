@@ -162,7 +162,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         shards.model.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=num_blocks + is_captured, dtype=shards.model.dtype, device=ranks.device)
-        source = GraphSource(shards.model, kinds, cache, shape.model_fingerprint, shape.dtype)
+        source = GraphSource(shards.model, kinds, cache)
         forward = shards.forward_pass(compiling, is_int8=is_int8)
         recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if is_captured else {}
         own = ModelRunner(forward, cache, kinds, shape, dtype=shards.model.dtype, device=ranks.device,
