@@ -72,14 +72,14 @@ ALLOWED = {
                       *(ENGINE + room for room in ("base", "cold_tier", "logits", "schedule", "sessions"))},
     ENGINE + "drafting": {"specdec.core", *(ENGINE + room for room in ("base", "logits", "loop"))},
     ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
-    ENGINE + "compiled": {ENGINE + "artifact_cache", ENGINE + "model"},
+    ENGINE + "torch_compile": {ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "native": {ENGINE + room for room in ("base", "large_pages", "model")},
     ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
     ENGINE + "parallel": {"specdec.core", *(ENGINE + room for room in ("base", "captured", "cold_tier", "model"))},
     ENGINE + "loader": {
         ENGINE + room
-        for room in ("base", "kernels", "local_drafting", "model", "compiled", "captured", "native")
+        for room in ("base", "kernels", "local_drafting", "model", "torch_compile", "captured", "native")
     },
     # The coordinator, from the front door inwards.
     "coordinator.__main__": {"coordinator", *LIBRARY},

@@ -139,7 +139,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, rank_heartbeat: RankHeartbeat
     else:
         shards = TransformersShards(wanted.model, directory, config, dtype, ranks)
     context = min(model_context(config), wanted.max_context_tokens or sys.maxsize)
-    ranks.shake_hands("loaded")
+    ranks.barrier("loaded")
     with refusing_failures(config):
         layers = probe_layers(shards.model)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
@@ -164,12 +164,12 @@ def load_rank(wanted: RankModel, ranks: RankGroup, rank_heartbeat: RankHeartbeat
         shards.model.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=num_blocks + uses_cuda_graphs, dtype=shards.model.dtype, device=ranks.device)
-        source = GraphSource(shards.model, kinds, cache, shape.model_fingerprint, shape.dtype)
+        source = GraphSource(shards.model, kinds, cache)
         forward = shards.forward_pass(compiling, is_int8=is_int8)
         recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if uses_cuda_graphs else {}
         own = ModelRunner(forward, cache, kinds, shape, dtype=shards.model.dtype, device=ranks.device,
                           recorded=recorded)  # fmt: skip
-    ranks.shake_hands("ready")
+    ranks.barrier("ready")
     if not ranks.is_first:
         return own
     lead = LeaderWorker(own, ranks, rank_heartbeat)
