@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.support.import_graph import (
     DIVIDED,
-    PRODUCT,
+    LAYERS,
     ROOT,
-    floors,
     graph_of_rooms,
     house_room_of,
     imported_modules,
-    inner_rooms,
     is_product,
     module_of,
     python_files,
@@ -26,23 +24,22 @@ from tests.support.import_graph import (
     started_modules,
 )
 
-LAYERS_FILE = ROOT / "tests" / "architecture" / "layers.toml"
-LAYERS = tomllib.loads(LAYERS_FILE.read_text(encoding="utf-8"))
-
 
 def forbidden_rooms(module: str, source: str) -> set[str]:
     """Return the rooms that a module's source imports or starts by name and may not."""
     room = room_of(module)
-    dependencies = imported_modules(source, module.rpartition(".")[0]) | started_modules(source)
-    reached = {room_of(name) for name in dependencies if is_product(name)} - {room, "specdec"}
-    return {other for other in reached if not may_import(room, other)}
+    imported = rooms_of(imported_modules(source, module.rpartition(".")[0]), besides=room)
+    started = rooms_of(started_modules(source), besides=room)
+    allowed = LAYERS["imports"].get(room, ())
+    return {
+        *(other for other in imported if not {other, house_room_of(other)} & set(allowed)),
+        *(started - set(LAYERS["starts"].get(room, ()))),
+    }
 
 
-def may_import(room: str, other: str) -> bool:
-    foundations = LAYERS["foundations"]
-    if other in foundations:
-        return bool({room, house_room_of(room)} & set(foundations[other]))
-    return other in LAYERS["may_import"].get(room, ())
+def rooms_of(modules: Iterable[str], *, besides: str) -> set[str]:
+    """Return the rooms of the product's modules among these, without one room and the root package."""
+    return {room_of(name) for name in modules if is_product(name)} - {besides, "specdec"}
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -50,30 +47,15 @@ def test_a_file_imports_and_starts_only_what_its_room_may(path: Path) -> None:
     forbidden = forbidden_rooms(module_of(path), path.read_text())
     assert not forbidden, (
         f"{path.relative_to(ROOT)} reaches into {sorted(forbidden)}; "
-        f"see {LAYERS_FILE.relative_to(ROOT)} for what {room_of(module_of(path))} may import"
+        f"see tests/architecture/layers.toml for what {room_of(module_of(path))} may import and start"
     )
 
 
-def test_each_flat_module_of_specdec_has_a_list_of_allowed_importers() -> None:
-    flat = {f"specdec.{path.stem}" for path in (ROOT / "specdec").glob("*.py") if path.stem != "__init__"}
-    assert set(LAYERS["foundations"]) == flat | {"specdec.v1"}
-
-
-def test_every_name_in_the_layers_is_a_room() -> None:
+def test_every_room_has_a_list_of_imports_and_every_name_in_the_lists_is_a_room() -> None:
     rooms = set(graph_of_rooms(room_of, python_files()))
-    importers = {name for names in LAYERS["foundations"].values() for name in names}
-    allowed = {name for names in LAYERS["may_import"].values() for name in names}
-    assert {*LAYERS["may_import"], *allowed} <= rooms
-    assert importers <= rooms | set(DIVIDED)
-    assert rooms - set(LAYERS["foundations"]) - set(DIVIDED) == set(LAYERS["may_import"])
-
-
-def test_the_floors_are_those_that_the_layers_have() -> None:
-    rooms = graph_of_rooms(room_of, python_files())
-    house = graph_of_rooms(house_room_of, python_files(PRODUCT))
-    assert floors(house) == LAYERS["floors"]["house"]
-    assert floors(inner_rooms(rooms, "specdec.engine")) == LAYERS["floors"]["engine"]
-    assert floors(inner_rooms(rooms, "coordinator")) == LAYERS["floors"]["coordinator"]
+    assert set(LAYERS["imports"]) == rooms - {*DIVIDED, "specdec.v1"}
+    named = {name for table in ("imports", "starts") for names in LAYERS[table].values() for name in names}
+    assert {*named, *LAYERS["starts"]} <= rooms | set(DIVIDED)
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -184,6 +166,7 @@ def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
         ("specdec.core.random", 'subprocess.run([sys.executable, "-m", "specdec.service.rank"])'),
         ("specdec.settings.devices", 'subprocess.run([sys.executable, "-m", "draft_service"])'),
         ("specdec.client.recovery", 'start("specdec.supervision.child")'),
+        ("specdec.cluster.placed_replica", "from specdec.service import rank"),
     ],
 )
 def test_the_wall_check_sees_a_forbidden_import_or_start(module: str, statement: str) -> None:

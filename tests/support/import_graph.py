@@ -1,24 +1,28 @@
 """Read who imports whom from the product's own source.
 
 A module depends on what its import statements name, wherever they stand, and on modules that it starts by name: string
-literals such as "specdec.service.rank" in the arguments of a process. Modules live in rooms. `house_room_of` knows the
-rooms of the whole house; `room_of` divides the engine and the coordinator into their own packages as well.
+literals such as "specdec.service.rank" in the arguments of a process. Modules live in rooms, which
+tests/architecture/layers.toml explains. `house_room_of` knows the rooms of the whole house; `room_of` divides the
+engine and the coordinator into their own packages as well.
 """
 
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 PRODUCT = ("specdec", *SERVICES, "bench")
 
+LAYERS: dict[str, Any] = tomllib.loads((ROOT / "tests" / "architecture" / "layers.toml").read_text(encoding="utf-8"))
 #: Packages whose own modules and packages are rooms, too.
-DIVIDED = ("specdec.engine", "coordinator")
+DIVIDED: tuple[str, ...] = tuple(LAYERS["divided"])
 
 Graph = Mapping[str, set[str]]
 
@@ -90,7 +94,7 @@ def is_product(module: str) -> bool:
 
 
 def graph_of_rooms(
-    room: Callable[[str], str], files: Iterable[Path], *, with_starts: bool = True
+    room: Callable[[str], str], files: Iterable[Path], *, with_starts: bool = False
 ) -> dict[str, set[str]]:
     """Return each room with the other rooms that its files depend on.
 
