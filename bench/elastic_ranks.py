@@ -22,7 +22,7 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import AUTO, EAGER, CompileOptions
 from specdec.engine.parallel.group import RankGroup
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 
 NUM_RANKS = 2
@@ -70,7 +70,7 @@ def _message_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) ->
 
 
 def _step_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) -> list[Row]:
-    systems = {"2 ranks": load_rank(_MODEL, ranks, Lifeline({})), "1 process, eager": _alone(EAGER),
+    systems = {"2 ranks": load_rank(_MODEL, ranks, RankHeartbeat({})), "1 process, eager": _alone(EAGER),
                "1 process, native": _alone(AUTO)}  # fmt: skip
     rows = []
     for num_rows in (1, 5):

@@ -23,10 +23,10 @@ from bench.report import progress
 from bench.rows import Row
 from bench.simulated_system import ProcessSystem, ReplicaCommand, redis_server
 from bench.tier_rule import measure_rule
-from specdec.cli.processes import free_ports
 from specdec.client import Client
 from specdec.core.chain import ChainHasher
 from specdec.engine.cold_tier import RUN_BLOCKS
+from specdec.supervision.processes import free_ports
 from specdec.types import BLOCK_TOKENS
 
 PROMPT_TOKENS = 1_500

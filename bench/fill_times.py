@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from specdec.engine.base import SequenceSlice
-from specdec.engine.captured.buckets import Bucket
-from specdec.engine.captured.device_tables import DeviceTables
-from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
+from specdec.engine.cuda_graphs.buckets import Bucket
+from specdec.engine.cuda_graphs.device_tables import DeviceTables
+from specdec.engine.cuda_graphs.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.block_table import BlockTable
 

@@ -16,11 +16,11 @@ from transformers import LlamaConfig
 from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice
-from specdec.engine.captured.buckets import Buckets
-from specdec.engine.captured.capture import CudaCapture
-from specdec.engine.captured.paged_attention import PagedAttention
-from specdec.engine.captured.static_attention import GatheredAttention, StaticAttention
-from specdec.engine.captured.static_inputs import StaticInputs, StepNumbers, input_size
+from specdec.engine.cuda_graphs.buckets import Buckets
+from specdec.engine.cuda_graphs.capture import CudaCapture
+from specdec.engine.cuda_graphs.paged_attention import PagedAttention
+from specdec.engine.cuda_graphs.static_attention import GatheredAttention, StaticAttention
+from specdec.engine.cuda_graphs.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.model.options import first_line

@@ -21,7 +21,7 @@ from bench.random_pair import PairModel, RandomPair
 from bench.report import progress
 from bench.rows import Row
 from bench.workload import GAMMA
-from specdec.config import cache_directory
+from specdec.artifact_cache import cache_directory
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions, row_counts

@@ -17,7 +17,7 @@ from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import AUTO, CAPTURED, CompileOptions, row_counts
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 
 #: A verification of four draft tokens of one session.
@@ -50,7 +50,7 @@ def scaling_rows(
     if device != "cpu":
         torch.cuda.empty_cache()
     with rank_group(model, num_ranks) as ranks:
-        worker = load_rank(model, ranks, Lifeline({}))
+        worker = load_rank(model, ranks, RankHeartbeat({}))
         divided_ms = _step_times_ms(worker, f"gpu: {num_ranks} ranks", num_rounds)
         worker.close()
     ratio = median_ratio(divided_ms, alone_ms)

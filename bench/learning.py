@@ -199,19 +199,19 @@ def _regained(alphas: dict[str, np.ndarray]) -> tuple[float, float, float]:
 
 
 def _prose(*, held_out: bool) -> list[str]:
-    """Beginnings of paragraphs, one after another from each text of the corpus in turn."""
+    """TurnPreparer of paragraphs, one after another from each text of the corpus in turn."""
     sys.path.insert(0, str(DEMO))
     try:
         corpus = importlib.import_module("corpus")
     finally:
         sys.path.remove(str(DEMO))
     texts = corpus.prose(corpus.standard_library_files(), held_out=held_out)
-    cuts = [[text[at : at + PROMPT_CHARACTERS].rstrip() for at in _beginnings(text)] for text in texts]
+    cuts = [[text[at : at + PROMPT_CHARACTERS].rstrip() for at in _turn_preparer(text)] for text in texts]
     rounds = [[of_text[index] for of_text in cuts if index < len(of_text)] for index in range(max(map(len, cuts)))]
     return [text for each in rounds for text in each if len(text) > PROMPT_CHARACTERS // 2]
 
 
-def _beginnings(text: str) -> list[int]:
+def _turn_preparer(text: str) -> list[int]:
     """Where a prompt of the text may begin: at paragraphs that far apart that no two prompts overlap."""
     found = [0]
     while (following := text.find("\n\n", found[-1] + PROMPT_CHARACTERS)) >= 0:

@@ -17,8 +17,8 @@ from bench.real_models import gemma3, smollm2
 from bench.report import progress
 from bench.rows import Origin, Row
 from bench.system import RunningSystem, SystemRun, acceptance, emitted_per_round
-from specdec.config import cache_directory
-from specdec.vocabulary import load_tokenizer
+from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.vocabulary import load_tokenizer
 
 DRAFTED, ALONE = "other_tokenizer", "target_only"
 NUM_PROMPTS, NUM_QUICK_PROMPTS = 8, 2

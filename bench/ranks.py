@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.model.options import CompileOptions
-from specdec.engine.parallel.follow import follow
+from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
-from specdec.engine.parallel.lifeline import Lifeline
 from specdec.engine.parallel.messages import pack_plan, unpack_plan
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_device
 
 _HOST = "127.0.0.1"
@@ -90,7 +90,7 @@ def _be_another(rank: int, num_ranks: int, port: int, num_rounds: int, per_round
     ranks = RankGroup(seat, open_store(seat), rank_device(wanted.device, rank))
     for act in in_turns(num_rounds, per_round):
         act(ranks)
-    follow(ranks, load_rank(wanted, ranks, Lifeline({})))
+    follow(ranks, load_rank(wanted, ranks, RankHeartbeat({})))
 
 
 if __name__ == "__main__":

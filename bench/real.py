@@ -28,8 +28,8 @@ from bench.rows import Origin, Row
 from bench.streams import StreamProcess, StreamRequest, tokens_per_s
 from bench.system import RunningSystem
 from bench.workload import NUM_THREADS
-from specdec.checkpoint import locate_checkpoint
-from specdec.vocabulary import load_tokenizer
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.vocabulary import load_tokenizer
 
 SUITE = "real"
 CASE = "SmolLM2-135M-Instruct"
@@ -69,7 +69,7 @@ def chat_prompts() -> list[str]:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
-    from specdec.engine.gguf_conversion import convert  # needs the gguf extra
+    from specdec.checkpoints.gguf_convert import convert  # needs the gguf extra
 
     quick = arguments.quick
     try:

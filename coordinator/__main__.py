@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.config import CoordinatorSettings
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
-from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.lookup import LookupKind
@@ -27,14 +27,14 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.addresses import advertised_address, split_address
-from specdec.config import parse_settings
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
+from specdec.settings.addresses import advertised_address, split_address
+from specdec.settings.base import parse_settings
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 
@@ -87,7 +87,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
             canary.start()
             ending.push_async_callback(canary.close)
-        generations = Generations(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
+        generations = GenerationService(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
                                   metrics=metrics, directory=directory, history=history, scores=scores,
                                   canary=canary, learning_log=_open_learning_log(settings, metrics),
                                   timelines=timelines)  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.config import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
-from specdec.pool_names import OptionalPoolName
+from specdec.settings.base import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
+from specdec.settings.pool_names import OptionalPoolName
 from specdec.tenant import DEFAULT_TENANT
 
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]

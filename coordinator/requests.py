@@ -1,8 +1,8 @@
 """What a client asked, validated, and what it gets back, as plain dataclasses.
 
-A request comes here from `front/validation` and goes to `generation/admission`; its events come from the generation's
-`stream`. Not here: protobuf and requests that are not checked yet (`front`), how a request is run (`generation`).
-Shared by every front of the coordinator: gRPC now, HTTP later.
+A request comes here from `front/validation` and goes to `generation/generation_service`; its events come from the
+generation's `stream`. Not here: protobuf and requests that are not checked yet (`front`), how a request is run
+(`generation`). Shared by every front of the coordinator: gRPC now, HTTP later.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class OutputChunk(NamedTuple):
         return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance)
 
 
-class DraftFigures(NamedTuple):
+class DraftStats(NamedTuple):
     """What requests have shown of a draft pool here, for people; None where nothing has been seen."""
 
     alpha: float | None
@@ -175,7 +175,7 @@ class DraftFigures(NamedTuple):
     """Draft tokens asked for a round lately, by requests whose gamma is chosen."""
 
 
-class RouteFigures(NamedTuple):
+class RouteStats(NamedTuple):
     """How a draft pool does for a class of requests here, for people; the proto's `RouteInfo`, field by field."""
 
     request_class: str

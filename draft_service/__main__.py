@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 from draft_service.config import DraftSettings
 from draft_service.servicer import DraftServicer
+from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.engine.simulated.engines import SimulatedDraft
-from specdec.engines import DraftEngine
+from specdec.engine_api import DraftEngine
 from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
-from specdec.vocabulary import load_tokenizer
 
 if TYPE_CHECKING:
+    from specdec.cross_vocabulary.pair import TokenizerPair
     from specdec.engine.base import Worker
     from specdec.engine.loop.replica import ReplicaOptions
-    from specdec.translation.pair import TokenizerPair
 
 _log = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_proposer(
     worker: Worker, options: ReplicaOptions, settings: DraftSettings, metrics: EngineMetrics
 ) -> DraftEngine:
-    from draft_service.pace import Predraft
+    from draft_service.fan_out_policy import Predraft
     from draft_service.proposer import DraftOptions, Proposer
 
     drafting = DraftOptions(settings.max_support, settings.support_coverage, Predraft(settings.predraft))
     if (pair := _pair_of(settings)) is not None:
-        from draft_service.translated_proposer import TranslatedProposer
+        from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 
-        return TranslatedProposer(worker, pair, options, drafting, observer=metrics)
+        return CrossVocabularyProposer(worker, pair, options, drafting, observer=metrics)
     return Proposer(worker, options, drafting, observer=metrics)
 
 
@@ -61,7 +61,7 @@ def _pair_of(settings: DraftSettings) -> TokenizerPair | None:
 
 @lru_cache(maxsize=1)
 def _load_pair(model: str, target: str) -> TokenizerPair | None:
-    from specdec.translation.pair import make_pair
+    from specdec.cross_vocabulary.pair import make_pair
 
     try:
         own, theirs = (model, load_tokenizer(model)), (target, load_tokenizer(target))

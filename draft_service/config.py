@@ -7,9 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from specdec.config import Address, ReplicaSettings
 from specdec.core.sparse import MAX_SUPPORT
-from specdec.engines import SIMULATED_PREFIX
+from specdec.engine_api import SIMULATED_PREFIX
+from specdec.settings.base import Address, ReplicaSettings
 
 
 class DraftSettings(ReplicaSettings):
@@ -43,7 +43,7 @@ class DraftSettings(ReplicaSettings):
     """Share of the draft's distribution that a support covers before it is cut."""
 
     @model_validator(mode="after")
-    def _refuse_what_needs_own_tokens(self) -> Self:
+    def _refuse_what_needs_draft_vocabulary_tokens(self) -> Self:
         if self.for_tokenizer and self.predraft != "off":
             raise ValueError("--for-tokenizer does not go with --predraft, which grows branches in the model's tokens")
         if self.for_tokenizer and self.model.startswith(SIMULATED_PREFIX):

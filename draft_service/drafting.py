@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_service.scoring import score_of
-from specdec.engine.base import DraftRuns
-from specdec.engine.drafting.device_run import DeviceRun
+from specdec.engine.base import MultiStepDrafts
+from specdec.engine.drafting.device_multi_step import DeviceMultiStep
 from specdec.engine.drafting.drawing import Draft, Drawing
-from specdec.engine.drafting.likeliest_run import LikeliestRun
-from specdec.engine.drafting.run_policy import RunPolicy
+from specdec.engine.drafting.greedy_multi_step import GreedyMultiStep
+from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop.job import DraftRun, Job, Program
+from specdec.engine.loop.job import Job, MultiStepDraft, Program
 from specdec.engine.sessions.calls import Call
 from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest
 
@@ -26,25 +26,23 @@ from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest
 class DraftProgram(Program):
     """Turns a step's logit rows into draft tokens. Device thread only."""
 
-    def __init__(
-        self, *, s_max: int, coverage: float, num_tokens: int, num_likeliest: int = 0, max_noted: int = 0
-    ) -> None:
+    def __init__(self, *, s_max: int, coverage: float, num_tokens: int, top_n: int = 0, max_noted: int = 0) -> None:
         """
         Args:
             s_max: as in `Drawing`.
             coverage: likewise.
             num_tokens: of the vocabulary that drafts are in.
-            num_likeliest: as in `Drawing`.
+            top_n: as in `Drawing`.
             max_noted: jobs of one step beyond which none of them notes the likeliest tokens: the step is in a hurry.
         """
-        self._drawing = Drawing(s_max=s_max, coverage=coverage, num_likeliest=num_likeliest)
-        self._runs = RunPolicy(s_max=s_max, num_tokens=num_tokens)
-        self._num_likeliest = num_likeliest
+        self._drawing = Drawing(s_max=s_max, coverage=coverage, top_n=top_n)
+        self._runs = MultiStepPolicy(s_max=s_max, num_tokens=num_tokens)
+        self._top_n = top_n
         self._max_noted = max_noted
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Draws one token a job from its row of `logits`, and ends the job or goes on."""
-        if jobs[0].call.yields:  # and is alone
+        if jobs[0].call.preemptible:  # and is alone
             jobs[0].finish(score_of(jobs[0], logits, self._drawing.cut))
             return
         self.draw(jobs, logits, is_noted=len(jobs) <= self._max_noted)
@@ -55,19 +53,19 @@ class DraftProgram(Program):
         for job in jobs:
             _go_on(job)
 
-    def draft_run(self, jobs: Sequence[Job], kind: DraftRuns) -> DraftRun | None:
-        """Of as many steps as all of the jobs want; see `Program.draft_run`."""
-        if jobs[0].call.yields:
+    def multi_step_draft(self, jobs: Sequence[Job], kind: MultiStepDrafts) -> MultiStepDraft | None:
+        """Of as many steps as all of the jobs want; see `Program.multi_step_draft`."""
+        if jobs[0].call.preemptible:
             return None
-        num_likeliest = self._num_likeliest if len(jobs) <= self._max_noted else 0
+        top_n = self._top_n if len(jobs) <= self._max_noted else 0
         num_steps = min(
             request_of(job.call).gamma - (len(job.progress.token_ids) if job.progress else 0) for job in jobs
         )
-        if num_steps < 2 or not self._runs.may_run(jobs, kind, num_likeliest):
+        if num_steps < 2 or not self._runs.may_run(jobs, kind, top_n):
             return None
-        if kind is DraftRuns.LIKELIEST:
-            return LikeliestRun(jobs, num_steps, _go_on)
-        return DeviceRun(self._drawing, self._runs, jobs, num_steps, num_likeliest, _go_on)
+        if kind is MultiStepDrafts.LIKELIEST:
+            return GreedyMultiStep(jobs, num_steps, _go_on)
+        return DeviceMultiStep(self._drawing, self._runs, jobs, num_steps, top_n, _go_on)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
         """See `Drawing.guess`."""

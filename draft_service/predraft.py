@@ -34,9 +34,9 @@ import numpy as np
 import torch
 
 from draft_service.drafting import DraftProgram, is_complete, proposal_of, request_of
-from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
+from draft_service.fan_out_policy import MAX_FAN_OUT, FanOutPolicy, Predraft
 from specdec.engine.drafting.drawing import Draft
-from specdec.engine.loop.ahead import Ahead, Branch
+from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
 from specdec.engine.loop.job import Job, split_non_finite
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
@@ -71,7 +71,7 @@ class PredraftObserver(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Tree:
+class SpeculationTree:
     """An answered round and the branches that grow from it."""
 
     root: Sequence
@@ -80,8 +80,8 @@ class Tree:
     fan_out: int
     """0: nothing is branched, only times are measured."""
     answered_s: float
-    is_planted: bool = False
-    trunk: Branch | None = None
+    is_expanded: bool = False
+    main_branch: Branch | None = None
     """Runs the last draft token; until it has, full acceptance has no branches."""
     branches: list[Branch] = field(default_factory=list)
     """In the order of their likelihood, as far as that is known."""
@@ -96,12 +96,12 @@ class Tree:
     def has_work(self) -> bool:
         if self.is_over or not self.fan_out:
             return False
-        return not self.is_planted or next(self.growing(), None) is not None
+        return not self.is_expanded or next(self.growing(), None) is not None
 
     def growing(self) -> Iterator[Branch]:
         """What has something to run."""
-        if self.trunk is not None and self.trunk.is_alive and self.trunk.job.num_pending:
-            yield self.trunk
+        if self.main_branch is not None and self.main_branch.is_alive and self.main_branch.job.num_pending:
+            yield self.main_branch
         for branch in self.branches:
             if branch.is_alive and branch.job.answer is None:
                 yield branch
@@ -109,8 +109,8 @@ class Tree:
     def remove(self, jobs: Many[Job]) -> None:
         """Gives up the branches of `jobs`; their blocks come back with those of the others."""
         self.branches = [branch for branch in self.branches if branch.job not in jobs]
-        if self.trunk is not None and self.trunk.job in jobs:
-            self.trunk = None
+        if self.main_branch is not None and self.main_branch.job in jobs:
+            self.main_branch = None
 
     def assumed(self, asked: SessionPosition) -> Branch | None:
         """The branch that assumed what `asked` says, if it has drafted something."""
@@ -127,7 +127,7 @@ class Tree:
         return None
 
 
-class Predrafter(Ahead):
+class Predrafter(IdleDrafting):
     """Grows trees of branches between calls."""
 
     def __init__(
@@ -141,11 +141,11 @@ class Predrafter(Ahead):
     ) -> None:
         """`program` must note the `NUM_LIKELIEST` tokens of each position."""
         self._program = program
-        self._pace = Pace(policy)
+        self._fan_out_policy = FanOutPolicy(policy)
         self._max_context_tokens = max_context_tokens
         self._observer = observer
         self._clock = clock
-        self._trees: OrderedDict[str, Tree] = OrderedDict()  # by session id, the newest last
+        self._trees: OrderedDict[str, SpeculationTree] = OrderedDict()  # by session id, the newest last
         self._step_began_s = 0.0
         self._step_fan_out = 0
 
@@ -162,26 +162,26 @@ class Predrafter(Ahead):
         if len(draft.likeliest) != len(draft.token_ids):
             return  # drafted in a crowd
         request = request_of(job.call)
-        fan_out = self._pace.choose(request.gamma)
-        self._trees[job.sequence.session_id] = Tree(job.sequence, request, draft, fan_out, now_s)
+        fan_out = self._fan_out_policy.choose(request.gamma)
+        self._trees[job.sequence.session_id] = SpeculationTree(job.sequence, request, draft, fan_out, now_s)
         if len(self._trees) > MAX_TREES:
             _, oldest = self._trees.popitem(last=False)
             self._end(oldest, None, "unasked")
 
     def take(self, sequence: Sequence, call: Call) -> Branch | None:
-        """The branch that assumed `call`; see `Ahead.take`."""
+        """The branch that assumed `call`; see `IdleDrafting.take`."""
         tree = self._trees.get(sequence.session_id)
         if tree is None or tree.root is not sequence or tree.is_over:
             return None
         if _is_next(tree, call.position):
-            self._pace.observe_wait(self._clock() - tree.answered_s)
+            self._fan_out_policy.observe_wait(self._clock() - tree.answered_s)
         branch = tree.assumed(call.position)
         outcome = "miss" if branch is None else "hit" if _suffices(branch, request_of(call)) else "extended"
         self._end(tree, branch, outcome)
         return branch
 
     def resume(self, job: Job, branch: Branch) -> None:
-        """Answers with what the branch drafted, or goes on from there; see `Ahead.resume`."""
+        """Answers with what the branch drafted, or goes on from there; see `IdleDrafting.resume`."""
         job.progress = branch.job.progress
         job.progress.cut(request_of(job.call).gamma)
         if is_complete(job):
@@ -194,8 +194,8 @@ class Predrafter(Ahead):
         batch: list[Branch] = []
         fan_outs: list[int] = []
         for tree in reversed(self._trees.values()):
-            if tree.has_work and not tree.is_planted:
-                self._plant(tree, sessions)
+            if tree.has_work and not tree.is_expanded:
+                self._expand(tree, sessions)
             if tree.has_work:
                 batch += tree.growing()
                 fan_outs.append(tree.fan_out)
@@ -206,31 +206,33 @@ class Predrafter(Ahead):
     def advance(self, branches: Many[Branch], logits: torch.Tensor, sessions: SessionTable) -> None:
         """Draws a token for every branch, and branches from the trunks that have run."""
         jobs, non_finite, read = split_non_finite([branch.job for branch in branches], logits)
-        trees = [tree for tree in self._trees.values() if tree.has_work or tree.trunk is not None]
+        trees = [tree for tree in self._trees.values() if tree.has_work or tree.main_branch is not None]
         for tree in trees if non_finite else ():
             tree.remove(non_finite)
-        tree_of_trunk = {tree.trunk.job: tree for tree in trees if tree.trunk is not None}
-        trunk_rows = [row for row, job in enumerate(jobs) if job in tree_of_trunk]
-        branch_rows = [row for row, job in enumerate(jobs) if job not in tree_of_trunk]
+        tree_of_main_branch = {tree.main_branch.job: tree for tree in trees if tree.main_branch is not None}
+        main_branch_rows = [row for row, job in enumerate(jobs) if job in tree_of_main_branch]
+        branch_rows = [row for row, job in enumerate(jobs) if job not in tree_of_main_branch]
         if branch_rows:
             self._program.draw([jobs[row] for row in branch_rows], read.select(branch_rows))
-        if trunk_rows:
-            trunks = [jobs[row] for row in trunk_rows]
-            for job, guesses in zip(trunks, self._program.guess(trunks, read.select(trunk_rows)), strict=True):
-                tree = tree_of_trunk[job]
+        if main_branch_rows:
+            main_branches = [jobs[row] for row in main_branch_rows]
+            for job, guesses in zip(
+                main_branches, self._program.guess(main_branches, read.select(main_branch_rows)), strict=True
+            ):
+                tree = tree_of_main_branch[job]
                 grown = self._branches(tree, job.sequence, tree.num_draft_tokens, guesses, sessions)
                 tree.branches[:0] = grown  # full acceptance first: with a draft that is any good it is the likeliest
         if self._step_fan_out:
-            self._pace.observe_step(self._step_fan_out, self._clock() - self._step_began_s)
+            self._fan_out_policy.observe_step(self._step_fan_out, self._clock() - self._step_began_s)
 
-    def _plant(self, tree: Tree, sessions: SessionTable) -> None:
+    def _expand(self, tree: SpeculationTree, sessions: SessionTable) -> None:
         """Makes the branches of partial acceptance, and the trunk."""
-        tree.is_planted = True
+        tree.is_expanded = True
         request, draft = tree.request, tree.draft
         if tree.root.kv_len < request.position.committed_len + tree.num_draft_tokens - 1:
             return  # the session was released or evicted since
         if draft.token_ids[-1] not in request.position.filters.end_token_ids:
-            tree.trunk = self._trunk(tree, sessions)
+            tree.main_branch = self._main_branch(tree, sessions)
         by_length = []
         for num_accepted, rejected in enumerate(draft.token_ids):
             guesses = [token_id for token_id in draft.likeliest[num_accepted] if token_id != rejected]
@@ -238,13 +240,13 @@ class Predrafter(Ahead):
         # The first guesses of all lengths, then the second ones: a step may not have room for all.
         tree.branches = [branch for rank in zip_longest(*by_length) for branch in rank if branch is not None]
 
-    def _trunk(self, tree: Tree, sessions: SessionTable) -> Branch | None:
+    def _main_branch(self, tree: SpeculationTree, sessions: SessionTable) -> Branch | None:
         committed_len = tree.request.position.committed_len
         num_run = committed_len + tree.num_draft_tokens - 1
         return self._fork(tree.root, num_run, tree.draft.token_ids[-1], tree.request, num_run + 1, sessions)
 
     def _branches(
-        self, tree: Tree, source: Sequence, num_accepted: int, guesses: list[int], sessions: SessionTable
+        self, tree: SpeculationTree, source: Sequence, num_accepted: int, guesses: list[int], sessions: SessionTable
     ) -> list[Branch]:
         """One branch a guess, `fan_out` at most; `source` holds the accepted tokens with KV."""
         asked = tree.request.position
@@ -283,7 +285,7 @@ class Predrafter(Ahead):
         index, offset = divmod(length, BLOCK_TOKENS)
         return Branch(job, (source.block_table[index], fork.block_table[index]) if offset else None)
 
-    def _end(self, tree: Tree, taken: Branch | None, outcome: str) -> None:
+    def _end(self, tree: SpeculationTree, taken: Branch | None, outcome: str) -> None:
         """Ends a tree's branches; the session table ends their forks."""
         if self._observer is not None and tree.fan_out:
             self._observer.observe_predraft(
@@ -293,16 +295,16 @@ class Predrafter(Ahead):
                 num_tokens=sum(_num_drafted(branch) for branch in tree.branches),
             )
         tree.is_over = True
-        tree.trunk = None
+        tree.main_branch = None
         tree.branches = []
 
-    def _note_round(self, tree: Tree, answered: SessionPosition, now_s: float) -> None:
+    def _note_round(self, tree: SpeculationTree, answered: SessionPosition, now_s: float) -> None:
         """A session that has a tree was answered again."""
         if tree.is_over and _is_next(tree, answered):
-            self._pace.observe_round(tree.fan_out, now_s - tree.answered_s)
+            self._fan_out_policy.observe_round(tree.fan_out, now_s - tree.answered_s)
 
 
-def _is_next(tree: Tree, asked: SessionPosition) -> bool:
+def _is_next(tree: SpeculationTree, asked: SessionPosition) -> bool:
     """Whether a round follows directly: anything else says nothing about the pace of rounds."""
     before = tree.request.position
     return asked.turn == before.turn and 0 < asked.committed_len - before.committed_len <= tree.num_draft_tokens + 1

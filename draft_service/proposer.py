@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from draft_service.drafting import DraftProgram
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
@@ -51,7 +51,7 @@ _PLAIN_DRAFTS = DraftOptions()
 
 
 class Proposer(ReplicaEngine):
-    """The draft service's engine (`specdec.engines.DraftEngine`) on a worker of its own."""
+    """The draft service's engine (`specdec.engine_api.DraftEngine`) on a worker of its own."""
 
     role = "draft"
 
@@ -79,7 +79,7 @@ class Proposer(ReplicaEngine):
             s_max=default_s_max(worker.shape.vocabulary_size) if s_max is None else s_max,
             coverage=drafting.support_coverage,
             num_tokens=worker.shape.vocabulary_size,
-            num_likeliest=NUM_LIKELIEST if is_ahead else 0,
+            top_n=NUM_LIKELIEST if is_ahead else 0,
             max_noted=MAX_TREES,
         )
         ahead = Predrafter(
@@ -136,7 +136,7 @@ class Proposer(ReplicaEngine):
             draft_token_ids=request.token_ids[:-1],
             num_logit_rows=len(request.token_ids),
             max_kv_len=num_tokens - 1,
-            yields=True,
+            preemptible=True,
         )
         score: Score = await self._engine_loop.call(call)
         return replace(score, step_s=self._engine_loop.usual_step_s(num_tokens))

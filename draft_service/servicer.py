@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from specdec.engines import DraftEngine
+from specdec.engine_api import DraftEngine
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec, replies
 from specdec.rpc.servicer import Answered, ReplicaServicer

@@ -298,7 +298,7 @@ class Verification:
     """Of the step that verified it."""
     step_tokens: int
     """Tokens of that step, of all sessions."""
-    num_others: int = 0
+    num_concurrent: int = 0
     """Rounds that the replica answered for others since its last answer to this session; 0 at the first."""
     num_other_rows: int = 0
     """Positions in those."""

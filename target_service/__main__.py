@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.engine.simulated.engines import SimulatedTarget
-from specdec.local_drafts import parse_local_drafts
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
+from specdec.settings.draft_specs import parse_local_drafts
 from target_service.config import TargetSettings
 from target_service.servicer import TargetServicer
 

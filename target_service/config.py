@@ -7,8 +7,8 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BeforeValidator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.config import Address, ReplicaSettings, split_commas
-from specdec.local_drafts import parse_local_drafts
+from specdec.settings.base import Address, ReplicaSettings, split_commas
+from specdec.settings.draft_specs import parse_local_drafts
 
 
 def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -16,7 +16,7 @@ def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
-LocalDrafts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked)]
+InTargetDraftSource = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked)]
 
 
 class TargetSettings(ReplicaSettings):
@@ -27,7 +27,7 @@ class TargetSettings(ReplicaSettings):
     listen: Address = "127.0.0.1:50071"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
-    local_draft: LocalDrafts = ()
+    local_draft: InTargetDraftSource = ()
     """What this replica drafts with by itself, in the same call in which it verifies: early-exit:N (its first N layers
     with its own norm and head) or early-exit:N:PATH (with an adapter). Each is a draft pool, called by its kind or by
     what stands before "=", as in NAME=early-exit:3; repeatable. In one process, and not in compiled steps."""

@@ -20,7 +20,7 @@ from specdec.engine.logits.filters import FilterContext, filtered_distributions,
 from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, Program, RowKind, row_kind
-from specdec.engine.sessions.answer_count import AnswerCount, OtherAnswers
+from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds, OtherAnswers
 from specdec.types import (
     DistributionRow,
     LogitRow,
@@ -97,7 +97,7 @@ class TargetProgram(Program):
     def __init__(self, drawing: Drawing) -> None:
         """`drawing`: of local drafts."""
         self._drawing = drawing
-        self._answers = AnswerCount()
+        self._answers = ConcurrentRounds()
         self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
 
     def draft(self, jobs: Sequence[Job], logits: StepLogits) -> None:
@@ -119,7 +119,7 @@ class TargetProgram(Program):
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Finishes every job from its `num_logit_rows` rows of `logits`."""
-        if jobs[0].call.yields:  # and is alone: tokens that are to be scored have been run
+        if jobs[0].call.preemptible:  # and is alone: tokens that are to be scored have been run
             jobs[0].finish(Score((), forward_s=jobs[0].elapsed_s))
             return
         first = 0
@@ -222,7 +222,7 @@ def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
         num_cached_tokens=rows.job.num_cached_tokens,
         forward_s=rows.job.step_s,
         step_tokens=rows.job.step_tokens,
-        num_others=others.num_rounds,
+        num_concurrent=others.num_rounds,
         num_other_rows=others.num_rows,
         drafted=_drafted(rows),
         stages=rows.job.stages,

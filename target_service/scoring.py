@@ -99,7 +99,7 @@ class ScoredSpan:
             draft_token_ids=draft_token_ids,
             num_logit_rows=1,
             max_kv_len=committed_len + len(token_ids),
-            yields=True,
+            preemptible=True,
             keeps_session=True,
             local_draft=local_draft,
         )

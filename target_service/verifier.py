@@ -35,7 +35,7 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 class Verifier(ReplicaEngine):
-    """The target service's engine (`specdec.engines.TargetEngine`) on a worker of its own."""
+    """The target service's engine (`specdec.engine_api.TargetEngine`) on a worker of its own."""
 
     role = "target"
 

@@ -1,7 +1,7 @@
 """Minutes 6 to 8: whether a row of a layer's products has the same bits alone and in company, and what it costs.
 
 By PyTorch's products, and by ours with weights of 16 and 8 bits (`--deterministic`, `--dtype int8`); ours run on a
-device only. Their tilings are guesses: `specdec.engine.captured.row_products.tiling` is to be changed by these.
+device only. Their tilings are guesses: `specdec.engine.linear.row_products.tiling` is to be changed by these.
 """
 
 import time
@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from bench.gpu_first_half_hour.results import device_name, results_folder, write
-from specdec.engine.captured.row_products import multiply
-from specdec.engine.model.int8_weight import Int8Weight, quantise
+from specdec.engine.linear.int8 import Int8Weight, quantise
+from specdec.engine.linear.row_products import multiply
 
 # One row of an 8B model's layer, and what it is beside: a verification, streams.
 COUNTS = (1, 2, 5, 8, 16, 64, 512)
@@ -59,7 +59,10 @@ def compare(device: str, make: Callable[[torch.Tensor], Product], *, reduced: bo
             if device == "cuda":
                 torch.cuda.synchronize()
             each_us = (time.perf_counter() - began) / NUM_RUNS * 1e6
-            found[f"{name}, {count} rows"] = {"same_bits": torch.equal(product[:1], alone), "us": round(each_us, 1)}
+            found[f"{name}, {count} rows"] = {
+                "batch_invariance": torch.equal(product[:1], alone),
+                "us": round(each_us, 1),
+            }
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 
 from bench.gpu_first_half_hour.results import device_name, results_folder, write
 from bench.gpu_first_half_hour.step5_kernels import write_model
-from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.model.options import CompileOptions
@@ -69,7 +69,7 @@ def main() -> None:
         for table in tables:
             manager.grow(table, CONTEXT + NUM_TOKENS)
         found[f"batch_{batch}"] = {"step_by_step_us": median_us(step_by_step, worker, tables)}
-        if worker.draft_runs is DraftRuns.ANY:  # not on a CPU
+        if worker.draft_runs is MultiStepDrafts.ANY:  # not on a CPU
             found[f"batch_{batch}"]["one_run_us"] = median_us(one_run, worker, tables)
     write(results, "step7_drafts", found)
 

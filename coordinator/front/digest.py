@@ -1,9 +1,9 @@
 """The digest of what was asked: stored with a request, it tells a retry from another request under the same id.
 
-It goes with the checked request from `validation` to `generation/admission`, and into the record of the turn. A record
-outlives the version that wrote it, so a digest begins with the version of its form, and whoever compares also takes the
-forms before (`AskedGeneration.former_digests`). Form 1 had no version in front and was a hash of protobuf bytes: only
-`wire` can compute it. Not here: comparing (`generation/request_log`). Called by `validation`.
+It goes with the checked request from `validation` to `generation/generation_service`, and into the record of the turn.
+A record outlives the version that wrote it, so a digest begins with the version of its form, and whoever compares also
+takes the forms before (`RawGenerationParams.former_digests`). Form 1 had no version in front and was a hash of protobuf
+bytes: only `wire` can compute it. Not here: comparing (`generation/request_log`). Called by `validation`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
+from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from specdec.types import TokenIds
 
 _VERSION = "2:"
 
 
-def digest_of(asked: AskedGeneration, prompt_token_ids: TokenIds | None) -> str:
+def digest_of(asked: RawGenerationParams, prompt_token_ids: TokenIds | None) -> str:
     """Digest of what decides the output: a retry may differ in its ids and in what it expects or already holds.
 
     A field that was not sent adds nothing, so that fields which come later leave the digests of requests without them
@@ -47,7 +47,7 @@ def digest_of(asked: AskedGeneration, prompt_token_ids: TokenIds | None) -> str:
     return _VERSION + hashlib.blake2b(text + prompt, digest_size=16).hexdigest()
 
 
-def _sent_fields(asked: AskedSampling | AskedSpeculation) -> dict[str, Any]:
+def _sent_fields(asked: RawSamplingParams | RawSpeculationParams) -> dict[str, Any]:
     sent: dict[str, Any] = {}
     for field in fields(asked):
         value = getattr(asked, field.name)

@@ -1,7 +1,7 @@
 """The coordinator's gRPC calls: where a request comes in, and where each of its events goes out.
 
-A request is read by `wire`, checked by `validation` and opened by `generation/admission`; the events of the generation
-come back as a subscription to its `stream`, and go to the client through `wire`. Not here: error statuses
+A request is read by `wire`, checked by `validation` and opened by `generation/generation_service`; the events of the
+generation come back as a subscription to its `stream`, and go to the client through `wire`. Not here: error statuses
 (`specdec.rpc`). Built by `__main__`.
 """
 
@@ -29,7 +29,7 @@ from coordinator.front.wire import (
     encode_promotion,
     encode_session,
 )
-from coordinator.generation.admission import Generations
+from coordinator.generation.generation_service import GenerationService
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
@@ -45,7 +45,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Serves clients. Use from one event loop."""
 
     def __init__(
-        self, generations: Generations, pools: ReplicaPools, tokenizer: ServedTokenizer, default_mode: Mode
+        self, generations: GenerationService, pools: ReplicaPools, tokenizer: ServedTokenizer, default_mode: Mode
     ) -> None:
         self._generations = generations
         self._pools = pools
@@ -117,8 +117,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             pools=encode_pools(
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
-                self._generations.draft_figures,
-                self._generations.route_figures,
+                self._generations.draft_stats,
+                self._generations.route_stats,
             ),
             promotion=encode_promotion(self._generations.promotion),
         )

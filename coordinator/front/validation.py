@@ -1,8 +1,8 @@
 """From what was asked to a checked request: every bad input is refused here, before anything is acquired.
 
-From here a request goes to `generation/admission`. Not here: protobuf (`wire`), what depends on the session (its
-length, whether it exists) or on live replicas; admission checks those. Messages name the field in
-the proto's spelling, and its limit, whichever front it came through.
+From here a request goes to `generation/generation_service`. Not here: protobuf (`wire`), what depends on the session
+(its length, whether it exists) or on live replicas; admission checks those. Messages name the field in the proto's
+spelling, and its limit, whichever front it came through.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
 from coordinator.front.digest import digest_of
+from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
 from specdec.errors import InvalidRequest
 from specdec.types import Mode, SamplingFilters, SamplingParams, TokenIds
@@ -43,7 +43,7 @@ class ServingLimits:
     default_mode: Mode
 
 
-def validate_request(asked: AskedGeneration, limits: ServingLimits) -> GenerationRequest:
+def validate_request(asked: RawGenerationParams, limits: ServingLimits) -> GenerationRequest:
     """Checks a request's own fields.
 
     Raises:
@@ -112,7 +112,7 @@ def _check_not_negative(field: str, value: int | None) -> None:
         raise _invalid(field, f"must be at least 0, got {value}")
 
 
-def _check_input(asked: AskedGeneration) -> None:
+def _check_input(asked: RawGenerationParams) -> None:
     """One input, or none in a resumption."""
     inputs = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "messages": asked.messages}
     kinds = [kind for kind, value in inputs.items() if value is not None]
@@ -155,7 +155,7 @@ def _check_token_ids(field: str, ids: Iterable[int], limits: ServingLimits) -> N
             )
 
 
-def _sampling(asked: AskedSampling, limits: ServingLimits) -> SamplingParams:
+def _sampling(asked: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
     for name in ("max_new_tokens", "min_new_tokens", "top_k", "logprobs"):
         _check_not_negative(f"sampling.{name}", getattr(asked, name))
     asked_new_tokens = asked.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
@@ -203,7 +203,7 @@ def _stop(stop: Collection[str]) -> tuple[str, ...]:
     return strings
 
 
-def _filters(asked: AskedSampling, limits: ServingLimits) -> SamplingFilters:
+def _filters(asked: RawSamplingParams, limits: ServingLimits) -> SamplingFilters:
     temperature = _number("sampling.temperature", asked.temperature, 1.0)
     if temperature < 0:
         raise _invalid("sampling.temperature", f"must be at least 0, got {temperature:g}")
@@ -247,7 +247,7 @@ def _number(field: str, value: float | None, default: float) -> float:
     return float(value)
 
 
-def _speculation(asked: AskedSpeculation, limits: ServingLimits) -> SpeculationChoice:
+def _speculation(asked: RawSpeculationParams, limits: ServingLimits) -> SpeculationChoice:
     if asked.mode and asked.mode not in tuple(Mode):
         raise _invalid("speculation.mode", f"must be a SpeculationMode, got {asked.mode}")
     _check_not_negative("speculation.gamma", asked.gamma)

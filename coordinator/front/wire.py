@@ -13,18 +13,18 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
+from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.front.validation import check_num_messages
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.replica import DRAFT, Replica
 from coordinator.requests import (
     ChatTurn,
-    DraftFigures,
+    DraftStats,
     Event,
     Finished,
     OutputChunk,
     RequestStats,
-    RouteFigures,
+    RouteStats,
     Started,
 )
 from specdec.state.store import Promotion, SessionRecord
@@ -38,10 +38,10 @@ _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 _NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens")
 
 
-def decode_request(message: coordinator_pb2.GenerateRequest) -> AskedGeneration:
+def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationParams:
     """Reads a request. Raises InvalidRequest only where there are too many messages to be gone through."""
     kind = message.WhichOneof("input")
-    return AskedGeneration(
+    return RawGenerationParams(
         session_id=message.session_id,
         request_id=message.request_id,
         prompt=message.prompt if kind == "prompt" else None,
@@ -61,8 +61,8 @@ def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, .
     return tuple(ChatTurn(message.role, message.content) for message in messages.messages)
 
 
-def _decode_sampling(params: coordinator_pb2.SamplingParams) -> AskedSampling:
-    return AskedSampling(
+def _decode_sampling(params: coordinator_pb2.SamplingParams) -> RawSamplingParams:
+    return RawSamplingParams(
         max_new_tokens=params.max_new_tokens,
         min_new_tokens=params.min_new_tokens,
         temperature=_optional(params, "temperature"),
@@ -81,8 +81,8 @@ def _decode_sampling(params: coordinator_pb2.SamplingParams) -> AskedSampling:
     )
 
 
-def _decode_speculation(params: coordinator_pb2.SpeculationParams) -> AskedSpeculation:
-    return AskedSpeculation(
+def _decode_speculation(params: coordinator_pb2.SpeculationParams) -> RawSpeculationParams:
+    return RawSpeculationParams(
         mode=int(params.mode),
         gamma=_optional(params, "gamma"),
         draft_pool=params.draft_pool,
@@ -197,11 +197,11 @@ def encode_session(record: SessionRecord, token_ids: Iterable[int]) -> coordinat
 def encode_pools(
     replicas: Iterable[Replica[Any]],
     lookup_pools: Iterable[str],
-    draft_figures: Callable[[str], DraftFigures],
-    route_figures: Callable[[str], Iterable[RouteFigures]],
+    draft_stats: Callable[[str], DraftStats],
+    route_stats: Callable[[str], Iterable[RouteStats]],
 ) -> list[coordinator_pb2.PoolInfo]:
     """The live ones of the replicas, by role and pool, and the pools that need none, found in text or drafted by the
-    targets themselves; a draft pool with what `draft_figures` and `route_figures` tell of it."""
+    targets themselves; a draft pool with what `draft_stats` and `route_stats` tell of it."""
     pools = {(DRAFT, name): coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=name) for name in lookup_pools}
     for replica in replicas:
         engine = replica.info
@@ -222,9 +222,9 @@ def encode_pools(
         )
     for pool in pools.values():
         if pool.role == DRAFT:
-            alpha, gamma = draft_figures(pool.name)
+            alpha, gamma = draft_stats(pool.name)
             pool.MergeFrom(coordinator_pb2.PoolInfo(alpha=alpha, gamma=gamma))  # None leaves a field unset
-            for figures in route_figures(pool.name):
+            for figures in route_stats(pool.name):
                 pool.routes.add(**figures._asdict())
     return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))
 

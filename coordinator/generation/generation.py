@@ -6,7 +6,7 @@
 
 From here each round goes to `round/runner`, which asks the replicas and decides; the decided tokens go through
 `text/output`, which finds the end of the output, to `publisher`, which commits and shows them. Not here: what it starts
-with (`beginnings`), what it is made of (`assembly`), readers (`stream`).
+with (`turn_preparer`), what it is made of (`factory`), readers (`stream`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coordinator.learning.turn_record import TurnRecord
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.requests import Finished, GenerationIdentity, OutputChunk
-from coordinator.round.request_route import RequestRoute
+from coordinator.round.request_router import RequestRouter
 from coordinator.round.runner import RoundRunner
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputWriter
@@ -57,7 +57,7 @@ class GenerationParts:
     it stopped, so that a session made for it is of no use. Raises NotFound where the session was deleted meanwhile."""
     remember_output: Callable[[Sequence[int]], None]
     """Told what the request has said, however it ended."""
-    route: RequestRoute | None = None
+    route: RequestRouter | None = None
     """Where its draft model's pool may change."""
     record: TurnRecord | None = None
     """Of what the target says, where that is logged."""

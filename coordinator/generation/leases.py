@@ -1,7 +1,8 @@
 """How a coordinator gets the right to write a session.
 
-With the lease a request goes back to `beginnings`, which writes the turn's beginning under it. Not here: what a lease
-is (`specdec.state.store`), renewing one while a generation runs (`lease_keeper`). Called by `beginnings` and `tails`.
+With the lease a request goes back to `turn_preparer`, which writes the turn's beginning under it. Not here: what a
+lease is (`specdec.state.store`), renewing one while a generation runs (`lease_keeper`). Called by `turn_preparer` and
+`tails`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Removing a session everywhere: from the store, from this coordinator's memory, and its KV from the replicas.
 
 Not here: who may ask for it, ending what runs on the session (`admission`). Also called for a session that a request
-made and left without a token (`beginnings`, `generation`).
+made and left without a token (`turn_preparer`, `generation`).
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from coordinator.generation.tails import Tails
+from coordinator.generation.log_repair import LogRepair
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from specdec.errors import NotFound, Unavailable
@@ -19,11 +19,11 @@ class SessionRemoval:
     """Removes sessions that nothing runs on."""
 
     def __init__(
-        self, store: SessionStore, tails: Tails, placement: Placement, pools: ReplicaPools, tenant: str
+        self, store: SessionStore, tails: LogRepair, placement: Placement, pools: ReplicaPools, tenant: str
     ) -> None:
         """`tenant`: whose sessions these are."""
         self._store = store
-        self._tails = tails
+        self._log_repair = tails
         self._placement = placement
         self._pools = pools
         self._tenant = tenant
@@ -63,4 +63,4 @@ class SessionRemoval:
 
     def _forget(self, session_id: str) -> None:
         self._placement.forget(session_id)
-        self._tails.forget(session_id)
+        self._log_repair.forget(session_id)

@@ -2,8 +2,8 @@
 
 A record holds the request's parameters with its seed, its turn and where its output starts; the token log holds the
 rest. Randomness is keyed by seed, turn and position, so the distribution goes on where it stopped. What was written or
-read goes back to `beginnings`, and with it to `assembly`. Not here: leases, replicas (they answer KV_MISS and are sent
-what they lack). Called by `beginnings`, `publisher` and `tails`.
+read goes back to `turn_preparer`, and with it to `factory`. Not here: leases, replicas (they answer KV_MISS and are
+sent what they lack). Called by `turn_preparer`, `publisher` and `tails`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coordinator.requests import (
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest, NotFound, SessionLost
-from specdec.state.store import KvHome, RequestRecord, SessionRecord, SessionStore
+from specdec.state.store import KvLocation, RequestRecord, SessionRecord, SessionStore
 from specdec.types import FinishReason, Mode, SamplingFilters, SamplingParams
 
 
@@ -40,7 +40,7 @@ class LoggedRequest:
     round_id: int
     stats: RequestStats
     finish_reason: FinishReason | None
-    homes: tuple[KvHome, ...] = ()
+    homes: tuple[KvLocation, ...] = ()
     """Where the session's KV was left."""
 
 

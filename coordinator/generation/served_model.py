@@ -1,7 +1,7 @@
 """Which target model a turn gets, and what becomes of a turn whose model is gone before it showed a token.
 
 A turn that has shown one keeps its model, whatever happens. Not here: keeping other models' tokens out of it
-(`specdec.rpc.identity`), replicas (`placement`). Called by `beginnings`.
+(`specdec.rpc.identity`), replicas (`placement`). Called by `turn_preparer`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing here is ever waited for. What comes while too much waits is dropped, what cannot be written is lost, and both
 are counted; the log says so once, not for every segment. Files and their folder are the owner's alone.
 
-Not here: what a segment is (`specdec.learning_log`), what goes into it (`turn_record`).
+Not here: what a segment is (`specdec.learning.log_files`), what goes into it (`turn_record`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from specdec.errors import InvalidRequest
-from specdec.learning_log import SUFFIX, LogFacts, LoggedTurn, encode_segment, tenant_folder
+from specdec.learning.log_files import SUFFIX, LogFacts, LoggedTurn, encode_segment, tenant_folder
 
 #: Pieces that wait for the thread, and bytes of turns that are not written yet; one more is dropped.
 MAX_WAITING = 256

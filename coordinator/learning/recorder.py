@@ -1,7 +1,7 @@
 """Which requests are recorded, and as whose.
 
 Not here: what is recorded of one (`turn_record`), files (`log`). One for a coordinator that keeps a learning log;
-called by `generation/assembly`.
+called by `generation/generation_factory`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from coordinator.learning.log import LearningLog
 from coordinator.learning.turn_record import TurnRecord
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.round.setting import RoundSetting
-from specdec.learning_log import LogFacts
+from specdec.learning.log_files import LogFacts
 from specdec.types import SamplingFilters
 
 

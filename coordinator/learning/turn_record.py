@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from coordinator.learning.log import LearningLog
 from coordinator.round.tokens import SessionTokens
-from specdec.learning_log import MAX_ENTRIES, LogFacts, LoggedTurn
+from specdec.learning.log_files import MAX_ENTRIES, LogFacts, LoggedTurn
 from specdec.types import WEIGHT_TOTAL, Support, TokenIds, Verification
 
 #: Rounds that are handed over together.

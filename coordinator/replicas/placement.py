@@ -2,8 +2,8 @@
 
 Sticky: a session stays where its KV is while that replica lives, also where another coordinator left it there.
 Otherwise the less loaded of two takes it, or one that holds its first tokens already (`prefix_rule`). Not here:
-connections and liveness (`pool`), rounds. Called by `generation/assembly` and by a round's calls (`round/draft_calls`,
-`round/target_calls`).
+connections and liveness (`pool`), rounds. Called by `generation/generation_factory` and by a round's calls
+(`round/draft_calls`, `round/target_calls`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefix_rule import PrefixRule
 from coordinator.replicas.replica import DraftReplica, LinkT, Replica, TargetReplica
 from specdec.errors import Unavailable
-from specdec.state.store import KvHome
+from specdec.state.store import KvLocation
 
 #: Sessions remembered between their turns. A forgotten one costs one KV_MISS per replica, nothing else.
 MAX_REMEMBERED_SESSIONS = 65536
@@ -122,7 +122,7 @@ class SessionReplicas:
         for address, agreed_len in self._agreed_len.items():
             self._agreed_len[address] = min(agreed_len, length)
 
-    def begin_turn(self, agreed_len: int, homes: Sequence[KvHome], prefix_tokens: Mapping[str, int]) -> None:
+    def begin_turn(self, agreed_len: int, homes: Sequence[KvLocation], prefix_tokens: Mapping[str, int]) -> None:
         """Notes what the store and the directory say when a turn begins, once pool and model are set.
 
         Args:
@@ -167,9 +167,9 @@ class SessionReplicas:
         return {incarnation: count for incarnation, count in counts.items() if count}
 
     @property
-    def homes(self) -> list[KvHome]:
+    def homes(self) -> list[KvLocation]:
         """Where the session's KV is now."""
-        return [KvHome(incarnation, count) for incarnation, count in self.num_held.items()]
+        return [KvLocation(incarnation, count) for incarnation, count in self.num_held.items()]
 
 
 class Placement:

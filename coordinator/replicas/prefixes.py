@@ -7,7 +7,7 @@ one finds the whole by itself. Below four blocks nothing is worth a look.
 Nothing waits for it: what is not answered in time is not known, what cannot be written is dropped, and placement is
 then what it is without. The answer goes, with a session's beginning, to `placement`. Not here: what is made of the
 answer (`prefix_rule`, `placement`), the entries themselves (`specdec.state.prefix_directory`). Called by
-`generation/beginnings` and `generation/generation`.
+`generation/turn_preparer` and `generation/generation`.
 """
 
 from __future__ import annotations

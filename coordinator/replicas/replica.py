@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from coordinator.replicas.lateness import Lateness
+from coordinator.replicas.replica_health import ReplicaHealth
 from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
-from specdec.pool_names import check_pool_name
 from specdec.rpc.client import DraftLink, TargetLink
+from specdec.settings.pool_names import check_pool_name
 from specdec.types import EngineInfo
 
 DRAFT = "draft"
@@ -42,7 +42,7 @@ class Replica(Generic[LinkT]):
         self.link: LinkT = link
         self.info: EngineInfo | None = None
         self.is_alive = False
-        self.lateness = Lateness()
+        self.replica_health = ReplicaHealth()
         self._stood_still = False
         """Whether what it missed last was no deadline, but all bounds while it said that it is well."""
         self._new_sessions = 0
@@ -50,7 +50,7 @@ class Replica(Generic[LinkT]):
         """What was last logged against it since it last fitted."""
         self.on_doubt: Callable[[], None] = lambda: None
         """Called when it may be another one than it said it is."""
-        link.on_meeting = self._meet
+        link.on_handshake = self._shake_hands
 
     @property
     def pool(self) -> str:
@@ -74,7 +74,7 @@ class Replica(Generic[LinkT]):
     @property
     def is_in_use(self) -> bool:
         """Whether it lives and is not left alone for its lateness."""
-        return self.is_alive and not self.lateness.is_out(self.link.heard_at)
+        return self.is_alive and not self.replica_health.is_out(self.link.heard_at)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class Replica(Generic[LinkT]):
     def stand_still(self, error: SpecdecError) -> None:
         """Takes the replica out of use though it says what it is: for longer each time, until it answers a call."""
         self._stood_still = True
-        self.lateness.note_stood_still()
+        self.replica_health.note_stood_still()
         self.fail(error)
 
     def refuse(self, error: SpecdecError) -> None:
@@ -118,7 +118,7 @@ class Replica(Generic[LinkT]):
                 extra={"refused": self.address, "code": error.code, "reason": error.reason},
             )
 
-    def _meet(self, incarnation: str) -> None:
+    def _shake_hands(self, incarnation: str) -> None:
         """A stream to it has opened."""
         if self.info is not None and incarnation != self.info.incarnation:
             _log.info("%s replica %s is another process than before", self.role, self.address)
@@ -147,9 +147,11 @@ class Replica(Generic[LinkT]):
             )
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
-            self._stood_still = self._stood_still and self.lateness.is_marked and info.incarnation == self.incarnation
+            self._stood_still = (
+                self._stood_still and self.replica_health.is_marked and info.incarnation == self.incarnation
+            )
             if not self._stood_still:
-                self.lateness.forgive()
+                self.replica_health.reset()
         if self.info is not None and info.model_fingerprint != self.model:
             _log.warning(
                 "%s replica %s serves model %s now, %s before",

@@ -20,11 +20,11 @@ import numpy as np
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import DraftReplica, TargetReplica
 from coordinator.round.answers import check_proposal
-from coordinator.round.draft_clock import DraftClock
+from coordinator.round.draft_deadline import DraftDeadline
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.errors import SpecdecError
-from specdec.rpc.calls import Patience, WireCount
+from specdec.rpc.calls import CallTimeout, WireStats
 from specdec.types import LocalDraft, Proposal, ProposeRequest, SessionPosition, Verification
 
 #: Most rounds that a draft which keeps failing a session sits out before it is asked again.
@@ -69,7 +69,7 @@ class DraftCalls:
     """The draft calls of one request's rounds. One round at a time."""
 
     def __init__(
-        self, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls, draft_clock: DraftClock
+        self, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls, draft_clock: DraftDeadline
     ) -> None:
         self._setting = setting
         self._replicas = replicas
@@ -79,7 +79,7 @@ class DraftCalls:
         self._failures_in_a_row = 0
         self._rounds_to_sit_out = 0
 
-    async def propose(self, round_id: int, gamma: int, committed_len: int, wire: WireCount) -> DraftAnswer:
+    async def propose(self, round_id: int, gamma: int, committed_len: int, wire: WireStats) -> DraftAnswer:
         """Asks for draft tokens. Whatever goes wrong, the answer is an empty proposal.
 
         Args:
@@ -112,7 +112,7 @@ class DraftCalls:
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_failure(replica, error)
             return DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause)
-        replica.lateness.forgive()
+        replica.replica_health.reset()
         self._failures_in_a_row = 0
         wait_s = time.perf_counter() - began
         self._draft_clock.observe(gamma, committed_len - proposal.num_cached_tokens, wait_s)
@@ -125,18 +125,18 @@ class DraftCalls:
         )
 
     def _send(
-        self, replica: DraftReplica, gamma: int, wire: WireCount, position: SessionPosition
+        self, replica: DraftReplica, gamma: int, wire: WireStats, position: SessionPosition
     ) -> Awaitable[Proposal]:
         """Sends the request, to be answered within a deadline that fits what is asked."""
         self._asked_at = asyncio.get_running_loop().time()
-        replica.lateness.note_asked()
+        replica.replica_health.note_asked()
         patience = None
         if self._setting.draft_timeout_s is not None:
             # All that is sent has to be run, unless a prefix of it is there from another session. Nobody waits for that
             # where a hung replica is tried again: its answer brings it back, however late.
-            num_unseen = 0 if replica.lateness.is_marked else len(position.token_ids)
-            silence_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.lateness.slack
-            patience = Patience(silence_s, self._setting.draft_timeout_s)
+            num_unseen = 0 if replica.replica_health.is_marked else len(position.token_ids)
+            silence_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.replica_health.slack
+            patience = CallTimeout(silence_s, self._setting.draft_timeout_s)
         request = ProposeRequest(position, gamma)
         return replica.link.propose(request, wire, model=replica.model, patience=patience)
 
@@ -149,7 +149,7 @@ class DraftCalls:
         if cause == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         self._replicas.forget_draft()
-        if cause == "late" and replica.lateness.note_late(self._asked_at, replica.link.heard_at):
+        if cause == "late" and replica.replica_health.note_late(self._asked_at, replica.link.heard_at):
             return cause  # nobody asks it until it is heard of; the next round may have another
         # Each failure costs the client its wait, so where they go on the session asks less and less often.
         self._failures_in_a_row += 1

@@ -13,13 +13,13 @@ from typing import Protocol
 
 from coordinator.round.draft_calls import DraftAnswer, DraftCalls
 from coordinator.round.gamma import GammaChooser, RoundTimes
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import WireStats
 
 
 class DraftSource(Protocol):
     """Gives drafts for the rounds of one request."""
 
-    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
+    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireStats) -> DraftAnswer:
         """Draft tokens for a round. Whatever goes wrong, the answer is an empty proposal.
 
         Args:
@@ -35,14 +35,14 @@ class DraftSource(Protocol):
         ...
 
 
-class AskedDrafts(DraftSource, Protocol):
+class AdaptiveDraftSource(DraftSource, Protocol):
     """Those that somebody is asked for, as many as pay: a draft replica, or the target itself."""
 
     @property
     def chooser(self) -> GammaChooser: ...
 
 
-class ModelDrafts:
+class ReplicaDraftSource:
     """A draft replica's tokens, as many as pay."""
 
     def __init__(self, pool: str, chooser: GammaChooser, calls: DraftCalls) -> None:
@@ -51,7 +51,7 @@ class ModelDrafts:
         self._pool = pool
         self._calls = calls
 
-    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
+    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireStats) -> DraftAnswer:
         """See `DraftSource`."""
         draft = await self._calls.propose(round_id, self.chooser.choose(limit), committed_len, wire)
         return draft._replace(pool=self._pool)

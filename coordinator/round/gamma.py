@@ -6,7 +6,7 @@ A round's own rate is its expected tokens over its predicted time. The rows it a
 others, so they are charged at what those lose: with nobody there they cost their own time only, on a full target no
 draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same observations give the
 same choice. docs/protocol.md section 7. Not here: the clock (`draft_calls`, `target_calls`), the counting of other
-sessions' rounds (the target, `specdec.engine.sessions.answer_count`), how times are fitted
+sessions' rounds (the target, `specdec.engine.sessions.concurrent_rounds`), how times are fitted
 (`specdec.core.forward_time`).
 """
 
@@ -69,7 +69,7 @@ class RoundTimes(NamedTuple):
     """Draft tokens asked for; the draft may have given fewer, or none."""
     step_tokens: int
     """What the target says were the tokens of its step, other sessions' included."""
-    num_others: int = 0
+    num_concurrent: int = 0
     """Rounds of other sessions, any coordinator's, that the replica says it answered since it last answered this
     one."""
     num_other_rows: int = 0
@@ -81,7 +81,7 @@ class RoundTimes(NamedTuple):
         return self.num_draft_tokens + 1
 
 
-class PoolRecord:
+class DraftPoolStats:
     """What all sessions of one draft pool have shown: acceptance, forward times, and how fast rounds are."""
 
     def __init__(self) -> None:
@@ -144,13 +144,13 @@ class PoolRecord:
         # Believed as far as the wait bears it out, and not a number is none: the pool would never forget it.
         forward_s = min(max(0.0, times.verify_forward_s), times.verify_s)
         step_tokens = min(max(times.num_rows, times.step_tokens), MOST_STEP_TOKENS)
-        if times.num_others > MOST_OTHERS or times.num_other_rows > MOST_STEP_TOKENS:
+        if times.num_concurrent > MOST_OTHERS or times.num_other_rows > MOST_STEP_TOKENS:
             rows = min(times.num_other_rows, MOST_STEP_TOKENS)
-            times = times._replace(num_others=min(times.num_others, MOST_OTHERS), num_other_rows=rows)
+            times = times._replace(num_concurrent=min(times.num_concurrent, MOST_OTHERS), num_other_rows=rows)
         round_s = times.draft_s + times.verify_s
         self.verify_time.observe(step_tokens, times.committed_len, forward_s)
         # What forgot within one round of everybody would send them all after the last few, to correct it all at once.
-        keep = KEEP ** (1 / (1 + times.num_others))
+        keep = KEEP ** (1 / (1 + times.num_concurrent))
         self.link_s.observe(times.verify_s - forward_s, keep)
         self.round_s.observe(round_s, keep)
         self.round_tokens.observe(times.num_accepted + 1, keep)
@@ -176,9 +176,9 @@ def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> floa
         step_share: the step's share of the round's time.
     """
     num_steps = max(1.0, (times.num_rows + times.num_other_rows) / step_tokens)
-    in_same_step = max(0.0, (times.num_others + 1) / num_steps - 1)
+    in_same_step = max(0.0, (times.num_concurrent + 1) / num_steps - 1)
     busy_share = min(1.0, num_steps * step_share)
-    return in_same_step + busy_share * (times.num_others - in_same_step)
+    return in_same_step + busy_share * (times.num_concurrent - in_same_step)
 
 
 class BestGamma(NamedTuple):
@@ -188,7 +188,7 @@ class BestGamma(NamedTuple):
 
 
 def best_gamma(
-    pool: PoolRecord,
+    pool: DraftPoolStats,
     acceptance: Acceptance,
     alpha: float,
     context: float,
@@ -224,7 +224,7 @@ def best_gamma(
 class GammaChooser:
     """Chooses gamma for the rounds of one request."""
 
-    def __init__(self, pool: PoolRecord, *, fixed: int | None, max_gamma: int) -> None:
+    def __init__(self, pool: DraftPoolStats, *, fixed: int | None, max_gamma: int) -> None:
         """`fixed`: the request's own gamma; None: chosen each round, at most `max_gamma`."""
         self._pool = pool
         self._fixed = fixed

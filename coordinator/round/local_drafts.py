@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from coordinator.round.draft_calls import DraftAnswer
 from coordinator.round.gamma import GammaChooser, RoundTimes
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import WireStats
 from specdec.types import LocalDraft
 
 
-class LocalDrafts:
+class InTargetDraftSource:
     """Implements `DraftSource`."""
 
     def __init__(self, pool: str, chooser: GammaChooser) -> None:
@@ -23,7 +23,7 @@ class LocalDrafts:
         self.chooser = chooser
         self._pool = pool
 
-    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
+    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireStats) -> DraftAnswer:
         """See `DraftSource`; nothing is asked yet."""
         gamma = self.chooser.choose(limit)
         if gamma < 1:

@@ -13,10 +13,10 @@ import numpy as np
 
 from coordinator.lookup.lookup import MOST_READ_AT_ONCE, Lookup
 from coordinator.round.draft_calls import DraftAnswer
-from coordinator.round.draft_source import AskedDrafts
+from coordinator.round.draft_source import AdaptiveDraftSource
 from coordinator.round.gamma import GammaChooser, RoundTimes
 from coordinator.round.tokens import SessionTokens
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import WireStats
 from specdec.types import Proposal, Support
 
 #: While a model's draft pays better, what was found is tried once in so many rounds in which something was.
@@ -25,7 +25,7 @@ ROUNDS_PER_TRIAL = 16
 _WEIGHT = np.ones(1, dtype=np.uint16)
 
 
-class LookupDrafts:
+class LookupDraftSource:
     """Implements `DraftSource`."""
 
     def __init__(
@@ -34,7 +34,7 @@ class LookupDrafts:
         lookup: Lookup,
         tokens: SessionTokens,
         chooser: GammaChooser,
-        otherwise: AskedDrafts | None,
+        otherwise: AdaptiveDraftSource | None,
         *,
         with_supports: bool,
     ) -> None:
@@ -55,7 +55,7 @@ class LookupDrafts:
         self._with_supports = with_supports
         self._rounds_without = 0
 
-    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
+    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireStats) -> DraftAnswer:
         """See `DraftSource`."""
         token_ids = self._find(limit)
         if token_ids:

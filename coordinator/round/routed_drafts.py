@@ -9,20 +9,22 @@ from collections.abc import Callable
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import DraftAnswer
-from coordinator.round.draft_source import AskedDrafts
+from coordinator.round.draft_source import AdaptiveDraftSource
 from coordinator.round.gamma import GammaChooser, RoundTimes
-from coordinator.round.request_route import RequestRoute
-from specdec.rpc.calls import WireCount
+from coordinator.round.request_router import RequestRouter
+from specdec.rpc.calls import WireStats
 
 #: Why a round had no draft, where another pool may have one.
 _OUTGROWN = "draft_context"
 _GONE = ("no_replica", "REPLICA_UNAVAILABLE", _OUTGROWN)
 
 
-class RoutedDrafts:
-    """Implements `coordinator.round.draft_source.AskedDrafts`."""
+class RoutedDraftSource:
+    """Implements `coordinator.round.draft_source.AdaptiveDraftSource`."""
 
-    def __init__(self, route: RequestRoute, replicas: SessionReplicas, drafts_of: Callable[[str], AskedDrafts]) -> None:
+    def __init__(
+        self, route: RequestRouter, replicas: SessionReplicas, drafts_of: Callable[[str], AdaptiveDraftSource]
+    ) -> None:
         """
         Args:
             route: of the request.
@@ -43,7 +45,7 @@ class RoutedDrafts:
         """Of the pool there is now."""
         return self._drafts.chooser
 
-    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireCount) -> DraftAnswer:
+    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireStats) -> DraftAnswer:
         """See `DraftSource`."""
         pool = self._replicas.draft_pool
         if self._missing_cause in _GONE:
@@ -64,5 +66,5 @@ class RoutedDrafts:
         self._drafts.observe(draft, times)
 
     @property
-    def _drafts(self) -> AskedDrafts:
+    def _drafts(self) -> AdaptiveDraftSource:
         return self._made[self._replicas.draft_pool]

@@ -27,7 +27,7 @@ from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import WireStats
 from specdec.types import Mode, Proposal, Support, Verification
 
 
@@ -97,7 +97,7 @@ class RoundRunner:
             StaleEpoch: another coordinator has taken the session over.
         """
         committed_len = len(self._tokens)
-        wire = WireCount()
+        wire = WireStats()
         timeline = RoundTimeline(time.monotonic()) if self._setting.is_timed else None
 
         # A round emits one token more than it has draft tokens.
@@ -163,7 +163,7 @@ class RoundRunner:
                 committed_len=committed_len,
                 num_asked=draft.num_asked,
                 step_tokens=verified.step_tokens,
-                num_others=verified.num_others if target.is_same_replica else 0,
+                num_concurrent=verified.num_concurrent if target.is_same_replica else 0,
                 num_other_rows=verified.num_other_rows if target.is_same_replica else 0,
             ),
         )

@@ -19,7 +19,7 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.core.packed import pack_supports
 from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import WireStats
 from specdec.types import LocalDraft, Proposal, SessionPosition, Verification, VerifyRequest
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class TargetCalls:
         self._last_replica: TargetReplica | None = None
 
     async def verify(
-        self, round_id: int, proposal: Proposal, wire: WireCount, local: LocalDraft | None = None
+        self, round_id: int, proposal: Proposal, wire: WireStats, local: LocalDraft | None = None
     ) -> TargetAnswer:
         """Asks the session's target replica, then others while there are any.
 
@@ -91,7 +91,7 @@ class TargetCalls:
         self,
         replica: TargetReplica,
         proposal: Proposal,
-        wire: WireCount,
+        wire: WireStats,
         local: LocalDraft | None,
         position: SessionPosition,
     ) -> Awaitable[Verification]:

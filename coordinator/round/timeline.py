@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.errors import InvalidRequest
-from specdec.rpc.calls import WireCount
+from specdec.rpc.calls import WireStats
 from specdec.types import Stages
 
 #: Rounds that are kept until they are written, at most.
@@ -62,13 +62,13 @@ class RoundTimeline:
     committed_s: float = 0.0
     shown_s: float = 0.0
 
-    def note_draft(self, wire: WireCount, is_answered: bool, stages: Stages | None) -> None:
+    def note_draft(self, wire: WireStats, is_answered: bool, stages: Stages | None) -> None:
         """The round has its draft; `is_answered`: from a replica, whose call was the last that `wire` counted."""
         self.drafted_s = time.monotonic()
         if is_answered:
             self.draft = CallTimeline(self.began_s, wire.sent_s, wire.heard_s, self.drafted_s, stages)
 
-    def note_target(self, wire: WireCount, stages: Stages | None) -> None:
+    def note_target(self, wire: WireStats, stages: Stages | None) -> None:
         """The round has its verification, whose call was the last that `wire` counted."""
         self.target = CallTimeline(self.drafted_s, wire.sent_s, wire.heard_s, time.monotonic(), stages)
 

@@ -3,7 +3,7 @@
 A class is the request's task label, or where it has none the kind of its prompt; and the mode, and a band of
 temperature, because acceptance depends on both. The kind of a prompt is told from its last part by two plain counts:
 how much of it has been there before, and how much of it is punctuation that code has and prose has not. A coordinator
-serves one tenant, so classes are a tenant's own. Not here: what is learned (`coordinator.round.routes`).
+serves one tenant, so classes are a tenant's own. Not here: what is learned (`coordinator.round.routing_table`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ and accepted: no estimate of the tokens' own luck, no request spent on it (docs/
 block verification accepts no less. Of greedy and coupled rounds q is 1 or 0, and the rounds are those that would have
 been.
 
-Not here: q (the draft's `Score`), p (Verify's), what is concluded (`coordinator.round.routes`).
+Not here: q (the draft's `Score`), p (Verify's), what is concluded (`coordinator.round.routing_table`).
 """
 
 from __future__ import annotations

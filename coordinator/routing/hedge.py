@@ -5,7 +5,7 @@ is heard at every span, so trying them costs no request; a pool that was not sco
 and a small part of all weight is dealt out evenly, so that a class that changes is followed.
 
 Source: Freund and Schapire 1997; Freund, Schapire, Singer, Warmuth 1997 (sleeping); Herbster and Warmuth 1998 (share).
-Not here: goodput (`coordinator.round.routes`).
+Not here: goodput (`coordinator.round.routing_table`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ six looks in a promotion, so that one of an equal pool goes back by chance less 
 
 Source: Welch 1947; Bonferroni over the looks. What is decided lies in the store, shared by coordinators and kept beyond
 them; what each of them measures is its own. Not here: the store (`specdec.state.promotions`), which pool a request
-would have had (`coordinator.round.routes`).
+would have had (`coordinator.round.routing_table`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A queue of bounded length, one span at a time, one call a pool, to a draft replica or to a target that drafts by itself;
 a replica that is needed refuses, and then that pool goes without. No round ever waits for any of it. Not here: what a
-score says of a pool (`expected_rounds`), where spans come from and what is made of them (`coordinator.round.routes`).
+score says of a pool (`expected_rounds`), where spans come from and what is made of them
+(`coordinator.round.routing_table`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.token_bytes import BYTE_TOKEN, byte_level_bytes
+from specdec.checkpoints.token_bytes import BYTE_TOKEN, byte_level_bytes
 
 _REPLACEMENT = "\ufffd"
 

@@ -1,7 +1,7 @@
 """A turn's input as tokens, against what the session already holds, and how long its output may be.
 
-The tokens go back to `generation/beginnings`, which begins the turn with them. Not here: checks that need no tokens
-(`front/validation`). Called by `generation/beginnings`.
+The tokens go back to `generation/turn_preparer`, which begins the turn with them. Not here: checks that need no tokens
+(`front/validation`). Called by `generation/turn_preparer`.
 """
 
 from __future__ import annotations

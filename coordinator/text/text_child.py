@@ -74,7 +74,7 @@ def encode(setting: Mapping[str, Any], text: str, add_special_tokens: bool) -> l
 
 @cache
 def _tokenizer(model: str) -> Any:
-    from specdec.vocabulary import load_tokenizer
+    from specdec.checkpoints.vocabulary import load_tokenizer
 
     return load_tokenizer(model)
 

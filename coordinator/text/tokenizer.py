@@ -17,9 +17,9 @@ from typing import Any
 
 from coordinator.text.text_bounds import text_bounds
 from coordinator.text.text_process import TextProcess
+from specdec.checkpoints.token_bytes import decoder_parts
+from specdec.checkpoints.vocabulary import is_tokenizer_fault, load_tokenizer, vocabulary_fingerprint, vocabulary_size
 from specdec.errors import Internal, InvalidRequest
-from specdec.token_bytes import decoder_parts
-from specdec.vocabulary import is_tokenizer_fault, load_tokenizer, vocabulary_fingerprint, vocabulary_size
 
 #: Tokens whose spelling is at hand.
 _MAX_REMEMBERED_TOKENS = 1 << 16

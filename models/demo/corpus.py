@@ -120,7 +120,7 @@ def prose(files: list[SourceFile], *, held_out: bool) -> list[str]:
 
 
 def prose_prompts(files: list[SourceFile]) -> list[str]:
-    """Beginnings of held-out prose, as long as the other prompts; up to 20."""
+    """TurnPreparer of held-out prose, as long as the other prompts; up to 20."""
     texts = [text[:PROMPT_CHARACTERS].rstrip() for text in prose(files, held_out=True)]
     return [text for text in texts if len(text) > PROMPT_CHARACTERS // 2][:NUM_PROMPTS]
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from specdec.cli.fleet import Fleet
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable
 from specdec.state.socket_folder import short_temporary_folder
+from specdec.supervision.fleet import Fleet
 
 _MAX_REQUEST_BYTES = 4096
 _REQUEST_TIMEOUT_S = 5.0

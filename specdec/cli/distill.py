@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoints.preflight import require_servable
 from specdec.cli.join import join
 from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
-from specdec.local_drafts import is_local_draft, parse_local_draft
-from specdec.preflight import require_servable
+from specdec.settings.draft_specs import is_local_draft, parse_local_draft
 from specdec.tenant import DEFAULT_TENANT, check_tenant
 
 _LOWEST_PRIORITY = 19

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoints.preflight import require_servable
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.cli import scale
 from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
 from specdec.cli.up_flags import Usage
 from specdec.client import Client
 from specdec.errors import InvalidRequest, VocabularyMismatch
-from specdec.preflight import require_servable
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:

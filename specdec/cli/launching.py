@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
-from specdec.cli.processes import Child, free_ports
-from specdec.cli.services import Service
 from specdec.cli.up_flags import (
     LOOKUPS,
     UTILIZATION_ALONE,
@@ -25,17 +23,13 @@ from specdec.cli.up_flags import (
     value,
 )
 from specdec.errors import InvalidRequest, Unsupported
-
-COORDINATOR = "coordinator"
+from specdec.supervision.fleet import COORDINATOR, role_of
+from specdec.supervision.processes import Child, free_ports
+from specdec.supervision.services import Service
 
 _DRAIN_GRACE_S = 3
 #: Idle threads spin for microseconds only (docs/LOG.md).
 _QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
-
-
-def role_of(name: str) -> str:
-    """Of a service that is called ROLE-NUMBER; of a replica of one of several draft pools, draft-POOL."""
-    return name.rpartition("-")[0]
 
 
 class Launcher:

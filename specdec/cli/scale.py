@@ -13,12 +13,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.addresses import split_address
 from specdec.cli import control
 from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
+from specdec.settings.addresses import split_address
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:

@@ -14,25 +14,26 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
-from specdec.addresses import split_address
+from specdec.checkpoints.preflight import require_kv_room
+from specdec.checkpoints.rank_checks import require_divisible, require_supported
 from specdec.cli import up_flags
 from specdec.cli.control import ControlSocket
-from specdec.cli.fleet import Fleet
 from specdec.cli.health import is_serving
 from specdec.cli.launching import Launcher
-from specdec.cli.processes import Child
-from specdec.cli.services import Service, tell
 from specdec.cli.up_flags import Models, Usage, add_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
-from specdec.devices import likely_device, require_device, require_gpu_each
-from specdec.engines import SIMULATED_PREFIX
+from specdec.cross_vocabulary.pair_preflight import require_servable_pair
+from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
-from specdec.preflight import require_kv_room, require_servable_pair
-from specdec.rank_checks import require_divisible, require_supported
 from specdec.rpc.channels import dial_blocking
+from specdec.settings.addresses import split_address
+from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, throwaway_redis
+from specdec.supervision.fleet import Fleet
+from specdec.supervision.processes import Child
+from specdec.supervision.services import Service, tell
 
 __all__ = ["ChildFailed", "Usage", "add_parser", "run"]
 

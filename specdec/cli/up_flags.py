@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import specdec
-from specdec.addresses import WILDCARD_HOSTS, join_address, split_address
 from specdec.cli.draft_pools import DraftPool, draft_pools
-from specdec.cli.processes import free_ports
-from specdec.config import checked_redis_url, checked_tier_url
-from specdec.engines import SIMULATED_PREFIX
+from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.local_drafts import is_local_draft, parse_local_drafts
 from specdec.rpc.server import require_free
+from specdec.settings.addresses import WILDCARD_HOSTS, join_address, split_address
+from specdec.settings.base import checked_redis_url, checked_tier_url
+from specdec.settings.draft_specs import is_local_draft, parse_local_drafts
+from specdec.supervision.processes import free_ports
 from specdec.tenant import DEFAULT_TENANT, check_tenant
 
 ROLES = ("target", "draft")

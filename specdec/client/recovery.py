@@ -139,10 +139,10 @@ class Recovery:
         error = state.outcome.exception() if state.outcome else None
         assert error is not None  # only a failed attempt is given up
         if self._is_late(state):
-            raise DeadlineExceeded(f"{self._lateness()} ({self._failure or error})") from error
+            raise DeadlineExceeded(f"{self._replica_health()} ({self._failure or error})") from error
         raise error
 
-    def _lateness(self) -> str:
+    def _replica_health(self) -> str:
         left_s = self.remaining_s or 0.0
         if not left_s:
             return f"the call was not done within its timeout of {self._timeout:g} s"

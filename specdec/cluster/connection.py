@@ -11,9 +11,9 @@ import os
 from importlib import import_module
 from typing import Any, TextIO
 
-from specdec.addresses import check_dialable
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable, Unsupported
 from specdec.rpc.channels import dial_blocking
+from specdec.settings.addresses import check_dialable
 
 #: How long a cluster may take to say that it lives.
 ANSWER_TIMEOUT_S = 5.0

@@ -22,11 +22,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from specdec.addresses import join_address
 from specdec.cluster.connection import connect, error_line, first_sentence, seclude
 from specdec.cluster.placement import PLACE_TIMEOUT_S, Needs, Placement
 from specdec.cluster.rank_host import CALLER_VARIABLES, only
 from specdec.errors import Internal, SpecdecError, Unavailable
+from specdec.settings.addresses import join_address
 
 #: After another rank has ended: how long the first may take to fail its calls and leave the registry.
 _LEAVE_S = 5.0

@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from specdec.cluster.service_process import outcome_of, start_service
+from specdec.supervision.service_process import outcome_of, start_service
 
 #: Of a node's environment, and of the caller's, all that a rank gets to see: launchers of other people's process groups
 #: leave variables that torch and transformers would believe, and Ray has some of its own.

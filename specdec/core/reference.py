@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from specdec.core.chain import ChainHasher
 from specdec.core.random import gumbel_noise, index_at_uniform
-from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_likeliest
+from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_top
 from specdec.types import DistributionRow, SamplingFilters, Support, TokenIds
 
 
@@ -46,9 +46,9 @@ def filtered_distribution(
     if filters.top_k > 0:
         weights[order[filters.top_k :]] = 0.0
     if filters.top_p < 1.0:
-        likeliest_first = weights[order]
-        mass_before = np.concatenate(([0.0], np.cumsum(likeliest_first)[:-1]))
-        weights[order[mass_before >= filters.top_p * likeliest_first.sum()]] = 0.0
+        top_first = weights[order]
+        mass_before = np.concatenate(([0.0], np.cumsum(top_first)[:-1]))
+        weights[order[mass_before >= filters.top_p * top_first.sum()]] = 0.0
     if filters.min_p > 0.0:
         weights[weights < filters.min_p] = 0.0  # the likeliest token's weight is exactly 1
     normalised: NDArray[np.float64] = weights / weights.sum()
@@ -95,7 +95,7 @@ def cut_support(law: NDArray[np.float64], s_max: int, coverage: float = DEFAULT_
         The support, and the law mass outside it (0..1).
     """
     likeliest = np.argsort(-law, kind="stable")[:s_max]
-    return support_of_likeliest(likeliest, law[likeliest], coverage)
+    return support_of_top(likeliest, law[likeliest], coverage)
 
 
 def distribution_row(

@@ -2,7 +2,7 @@
 
 The draft cuts its law to a support of uint16 weights and draws from exactly those; the target answers p over that
 support and "the rest" as uint32 weights that sum to 2^31, with one token drawn from outside. Not the encoding (that is
-`specdec.rpc.codec`) and not the decision (`rejection`, `block`). `support_of_likeliest` and `integer_weights` are
+`specdec.rpc.codec`) and not the decision (`rejection`, `block`). `support_of_top` and `integer_weights` are
 shared with the torch twins; the rest is the reference.
 """
 
@@ -33,9 +33,7 @@ def default_s_max(vocabulary_size: int) -> int:
     return LARGE_VOCABULARY_SUPPORT if vocabulary_size > MAX_SUPPORT else vocabulary_size
 
 
-def support_of_likeliest(
-    token_ids: NDArray[np.int64], masses: NDArray[np.float64], coverage: float
-) -> tuple[Support, float]:
+def support_of_top(token_ids: NDArray[np.int64], masses: NDArray[np.float64], coverage: float) -> tuple[Support, float]:
     """The support among candidates given likeliest first; `masses` float64 [K] beside `token_ids` int64 [K]."""
     size = int(np.searchsorted(np.cumsum(masses), coverage)) + 1
     masses = masses[:size]

@@ -1,7 +1,7 @@
 """What engines are made of: what a step is, who carries it out, who is told of it.
 
-Not here: any implementation, and what services call (`specdec.engines`). `Worker` is the only thing that touches model
-weights and KV tensors; everything above it works on plain numbers, so one worker can run alone or as one rank of
+Not here: any implementation, and what services call (`specdec.engine_api`). `Worker` is the only thing that touches
+model weights and KV tensors; everything above it works on plain numbers, so one worker can run alone or as one rank of
 several.
 """
 
@@ -110,12 +110,12 @@ class WorkerLost(Unavailable):
     """A part of a worker is gone, and with it the worker: no step will run, and what it cached is worth nothing."""
 
 
-class DraftRuns(Enum):
+class MultiStepDrafts(Enum):
     """Which steps that follow one another a worker runs by itself."""
 
     NONE = auto()
     LIKELIEST = auto()
-    """Of tokens that are each the likeliest of the step before: `Worker.draft_likeliest`."""
+    """Of tokens that are each the likeliest of the step before: `Worker.draft_greedy`."""
     ANY = auto()
     """`Worker.draft`."""
 
@@ -124,7 +124,7 @@ class Worker(Protocol):
     """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
 
     shape: ModelShape
-    draft_runs: DraftRuns = DraftRuns.NONE
+    draft_runs: MultiStepDrafts = MultiStepDrafts.NONE
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step.
@@ -153,7 +153,7 @@ class Worker(Protocol):
         """
         return False
 
-    def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Runs a step and then further ones of each sequence's likeliest token, until `num_steps` have been chosen.
 
         Args:

@@ -2,8 +2,8 @@
 
 A run is a fixed number of consecutive full blocks, counted from the session's start, named by the published hash of its
 last block. Where a model is divided, each rank has a tier of its own for its part of every run. Not here: where runs
-are kept and whether fetching them is worth it (`specdec.state.kv_tier`), when the engine offers them (`loop.offers`)
-and takes them (`loop.restores`), and how ranks do so together (`parallel.lead_tier`).
+are kept and whether fetching them is worth it (`specdec.state.kv_tier`), when the engine offers them
+(`loop.tier_writer`) and takes them (`loop.tier_restorer`), and how ranks do so together (`parallel.leader_tier`).
 """
 
 from __future__ import annotations

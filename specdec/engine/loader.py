@@ -22,16 +22,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from specdec.checkpoint import locate_checkpoint
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape, Worker
-from specdec.engine.captured.projection_choice import projection_kinds
-from specdec.engine.captured.row_products import RowProjection, require_kernel
-from specdec.engine.captured.steps import capture_steps, wants_capture
 from specdec.engine.compiled.steps import forward_pass
+from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
 from specdec.engine.kernels.library import load_library
+from specdec.engine.linear.choice import projection_kinds
+from specdec.engine.linear.int8 import hold_in_int8
+from specdec.engine.linear.projection import relayout_linears
+from specdec.engine.linear.row_products import RowProjection, require_kernel
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.batch_invariance import FIELD, require_batch_invariance, require_keepable
 from specdec.engine.model.checkpoint_model import (
     first_line,
     load_config,
@@ -47,7 +51,6 @@ from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.int8_projection import Int8Projection
-from specdec.engine.model.int8_weight import hold_in_int8
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
@@ -61,15 +64,12 @@ from specdec.engine.model.options import (
     GraphSource,
     require_backend,
 )
-from specdec.engine.model.projection import relayout_linears
-from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
-from specdec.engine.model.thread_choice import settle_threads
+from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.runner import NativeRunner
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import BLOCK_TOKENS
-from specdec.vocabulary import load_vocabulary, vocabulary_size
 
 _log = logging.getLogger(__name__)
 
@@ -120,13 +120,13 @@ def load_worker(
     require_backend(compiling.backend)
     directory = locate_checkpoint(model)
     torch_device = pick_device(device)
-    is_captured, is_int8 = wants_capture(compiling, torch_device), dtype == "int8"
+    uses_cuda_graphs, is_int8 = wants_capture(compiling, torch_device), dtype == "int8"
     if local_drafts and compiling.backend not in (AUTO, NATIVE, CAPTURED, EAGER):
         raise Unsupported("local drafts run in native, captured and eager steps: take --compile-backend auto",
                           field="local_draft")  # fmt: skip
     if compiling.is_deterministic:  # what can be told before the model is there
         may_be_native = torch_device.type == "cpu" and compiling.backend in (AUTO, NATIVE)
-        require_keepable(compiling, torch_device, is_native=may_be_native, is_captured=is_captured)
+        require_keepable(compiling, torch_device, is_native=may_be_native, uses_cuda_graphs=uses_cuda_graphs)
     by_rows = compiling.multiplies_rows(torch_device, is_int8=is_int8)
     if by_rows:
         require_kernel(FIELD if compiling.is_deterministic else "dtype")
@@ -148,7 +148,7 @@ def load_worker(
     with refusing_failures(config):
         layers = probe_layers(loaded)
         if kv_cache_bytes is None and num_kv_blocks is None and torch_device.type == "cuda":
-            kv_cache_bytes = cuda_pool_bytes(torch_device, gpu_memory_utilization, is_captured)
+            kv_cache_bytes = cuda_pool_bytes(torch_device, gpu_memory_utilization, uses_cuda_graphs)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         drafting = load_local_drafts(local_drafts, loaded, vocabulary_size(token_to_id), context)
         shapes += drafting.layers
@@ -168,7 +168,7 @@ def load_worker(
                   shape.max_context_tokens)  # fmt: skip
         library = None if by_rows else _native_library(compiling, loaded)
         if compiling.is_deterministic:
-            require_keepable(compiling, torch_device, is_native=library is not None, is_captured=is_captured)
+            require_keepable(compiling, torch_device, is_native=library is not None, uses_cuda_graphs=uses_cuda_graphs)
         reference = None
         if self_check:
             _log.info("self-check: comparing with the model's own forward pass")
@@ -177,13 +177,13 @@ def load_worker(
             reference = take_reference(loaded, shape, kinds, _arithmetic(loaded, rounds_weights, library is not None))
         loaded.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
-        cache = KvCache(shapes, num_blocks=blocks + is_captured, dtype=loaded.dtype, device=torch_device)
+        cache = KvCache(shapes, num_blocks=blocks + uses_cuda_graphs, dtype=loaded.dtype, device=torch_device)
         worker = _make_worker(loaded, cache, kinds, shape, compiling, library, drafting, is_compact=dtype != "float32")
         if reference is not None:
             require_same(worker, reference, config.model_type)
             _log.info("self-check passed in %.1f s", time.monotonic() - began_s)
         if compiling.is_deterministic:
-            require_same_bits(worker)
+            require_batch_invariance(worker)
     if measures_threads:
         settle_threads(worker)
     return worker

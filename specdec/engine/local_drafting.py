@@ -22,7 +22,7 @@ from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.errors import Unsupported
-from specdec.local_drafts import EARLY_EXIT, LocalDraftSpec
+from specdec.settings.draft_specs import EARLY_EXIT, LocalDraftSpec
 
 _WHOLE_MODEL = "tp1.0"
 

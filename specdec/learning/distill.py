@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 import specdec
-from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.model.checkpoint_model import SERVED_DTYPES
 from specdec.errors import InvalidRequest, Unsupported
@@ -23,8 +24,7 @@ from specdec.learning.learner import DraftModel, ExitAdapter, Learner
 from specdec.learning.samples import Samples
 from specdec.learning.training import Learned, TrainingPlan, train
 from specdec.learning.version import load_model, require_new, stored_dtype, write_model, write_tensors
-from specdec.local_drafts import EARLY_EXIT, HEAD_KINDS, LocalDraftSpec, is_local_draft, parse_local_draft
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+from specdec.settings.draft_specs import EARLY_EXIT, HEAD_KINDS, LocalDraftSpec, is_local_draft, parse_local_draft
 
 #: Logits of a step, at each draft depth: 512 MB.
 _MAX_STEP_LOGITS = 1 << 27

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from specdec.engine.heads.base import Attend, DraftHead, HeadTokens, TargetParts
 from specdec.engine.heads.factory import head_of_file
 from specdec.engine.heads.head_file import HeadFile
+from specdec.engine.linear.projection import Projection
 from specdec.engine.local_drafting import target_parts
 from specdec.engine.model.early_exit import decoder_layers
-from specdec.engine.model.projection import Projection
 from specdec.learning.learner import Learner, width_of
 from specdec.learning.samples import ROW_TOKENS, Batch
 

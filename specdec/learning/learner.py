@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.model.early_exit import Adapter, EarlyExit, load_early_exit, shortened
 from specdec.learning.samples import Batch
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 
 
 class Learner(Protocol):

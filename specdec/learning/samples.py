@@ -1,7 +1,7 @@
 """What a draft is trained on: a tenant's learning log as rows of tokens with the target's distributions, in batches.
 
 Some sessions are held out, all turns of one or none; which they are stays as the log grows. Not here: files
-(`specdec.learning_log`), the loss (`distillation`). numpy alone.
+(`specdec.learning.log_files`), the loss (`distillation`). numpy alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.errors import InvalidRequest, VocabularyMismatch
-from specdec.learning_log import SUFFIX, LogFacts, LoggedTurn, read_segment, tenant_folder
+from specdec.learning.log_files import SUFFIX, LogFacts, LoggedTurn, read_segment, tenant_folder
 from specdec.types import WEIGHT_TOTAL, TokenIds
 
 #: Tokens of a row, and of those at its end whose distributions are learned: the others are what came before.

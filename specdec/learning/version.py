@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from specdec.checkpoint import locate_checkpoint
+from specdec.checkpoints.locate import locate_checkpoint
 from specdec.errors import InvalidRequest, Unsupported
 
 #: Beside the new version's weights.

@@ -18,7 +18,7 @@ MAX_OWED = 4096
 
 
 @dataclass(slots=True)
-class WireCount:
+class WireStats:
     """What calls cost on the wire, whatever became of them."""
 
     num_bytes: int = 0
@@ -30,7 +30,7 @@ class WireCount:
 
 
 @dataclass(slots=True)
-class Patience:
+class CallTimeout:
     """How long a call waits for its answer."""
 
     silence_s: float
@@ -46,7 +46,7 @@ class PendingCall:
     request: Any
     item: bytes
     """The request, encoded."""
-    wire: WireCount
+    wire: WireStats
     answer: asyncio.Future[Any]
     asked_at: float
     """By the event loop's clock."""
@@ -58,7 +58,7 @@ class PendingCall:
     is_answered: bool = False
 
 
-class StrayAnswer(Exception):
+class UnexpectedReply(Exception):
     """The peer answered a call that nobody asked, or one for the second time."""
 
 
@@ -99,12 +99,12 @@ class OpenCalls:
         """The call that an answer is for; None where it was given up.
 
         Raises:
-            StrayAnswer: there is no such call, or it has been answered before.
+            UnexpectedReply: there is no such call, or it has been answered before.
         """
         call = self._pending.get(call_id)
         if call is None or call.is_answered:
             if call_id not in self._owed:
-                raise StrayAnswer(f"answered call {call_id}, which nobody waits for")
+                raise UnexpectedReply(f"answered call {call_id}, which nobody waits for")
             self._owed.discard(call_id)
             return None
         call.is_answered = True

@@ -27,14 +27,14 @@ from google.protobuf.message import DecodeError, Message
 from specdec.errors import Internal, InvalidRequest, Unavailable
 from specdec.rpc import codec, replies, status
 from specdec.rpc.bounds import check_num_fields
-from specdec.rpc.calls import Patience, WireCount
+from specdec.rpc.calls import CallTimeout, WireStats
 from specdec.rpc.channels import dial
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.identity import check_answering, meant_for
-from specdec.rpc.lane_stream import LaneStream
-from specdec.rpc.lanes import is_name
 from specdec.rpc.link_stream import LinkStream
 from specdec.rpc.rounds import tenant_on_wire
+from specdec.rpc.unix_socket_stream import UnixSocketStream
+from specdec.rpc.unix_sockets import is_name
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
@@ -96,14 +96,14 @@ class _Link(Generic[RequestT, ReplyT]):
         """The same, over the device lane."""
         self._num_alone = 0
         self._closed = False
-        self.on_meeting: Callable[[str], None] = lambda incarnation: None
+        self.on_handshake: Callable[[str], None] = lambda incarnation: None
         """Told, once a stream, the incarnation of the process that answers it."""
         self.lane = ""
         """Name of the replica's lane, by its own word; "" where it has none."""
         self.device_lane = ""
         """Of the one that the device's own thread reads: for calls that come one at a time, because nothing is read
         while a step runs."""
-        self._lost_lanes: set[str] = set()
+        self._lost_unix_sockets: set[str] = set()
         self.heard_at = 0.0
         """When the replica last answered a streamed call, also one that nobody waited for any more: by the event
         loop's clock, 0 before the first."""
@@ -127,9 +127,9 @@ class _Link(Generic[RequestT, ReplyT]):
         raise NotImplementedError
 
     async def _ask(
-        self, request: RequestT, wire: WireCount | None, *, model: str, patience: Patience | None = None
+        self, request: RequestT, wire: WireStats | None, *, model: str, patience: CallTimeout | None = None
     ) -> ReplyT:
-        wire = WireCount() if wire is None else wire
+        wire = WireStats() if wire is None else wire
         while True:
             stream = self._choose_stream(model)
             call_id = stream.next_call_id()
@@ -166,46 +166,53 @@ class _Link(Generic[RequestT, ReplyT]):
 
     def _choose_stream(self, model: str) -> LinkStream:
         self._num_alone = self._num_alone + 1 if self.oldest_pending is None else 0
-        if self._num_alone < CALLS_ALONE or not self._has_lane(self.device_lane):
+        if self._num_alone < CALLS_ALONE or not self._has_unix_socket(self.device_lane):
             return self._open_stream(model)
         stream = self._device_streams.get(model)
         if stream is None or stream.closed:
             self._device_streams = _open_ones(self._device_streams)
-            stream = self._device_streams[model] = self._open_lane(self.device_lane, model, is_for_lone_calls=True)
+            stream = self._device_streams[model] = self._open_unix_socket(
+                self.device_lane, model, is_for_lone_calls=True
+            )
         return stream
 
     def _open_stream(self, model: str) -> LinkStream:
         stream = self._streams.get(model)
-        if stream is not None and not stream.is_lane and stream.oldest_pending is None and self._has_lane(self.lane):
+        if (
+            stream is not None
+            and not stream.is_unix_socket
+            and stream.oldest_pending is None
+            and self._has_unix_socket(self.lane)
+        ):
             stream.break_off(f"{self.address}: the replica has a lane")
         if stream is None or stream.closed:
             self._streams = _open_ones(self._streams)
-            if self._has_lane(self.lane):
-                stream = self._open_lane(self.lane, model, is_for_lone_calls=False)
+            if self._has_unix_socket(self.lane):
+                stream = self._open_unix_socket(self.lane, model, is_for_lone_calls=False)
             else:
                 stream = self._open_grpc(model)
             self._streams[model] = stream
         return stream
 
-    def _has_lane(self, name: str) -> bool:
+    def _has_unix_socket(self, name: str) -> bool:
         """Whether the replica has a lane that can be used and was not lost before."""
-        return not self._closed and name not in self._lost_lanes and is_name(name)
+        return not self._closed and name not in self._lost_unix_sockets and is_name(name)
 
-    def _open_lane(self, name: str, model: str, *, is_for_lone_calls: bool) -> LinkStream:
+    def _open_unix_socket(self, name: str, model: str, *, is_for_lone_calls: bool) -> LinkStream:
         def note_lost() -> None:
-            self._lost_lanes = {name, *self._lost_lanes} & {self.lane, self.device_lane}
+            self._lost_unix_sockets = {name, *self._lost_unix_sockets} & {self.lane, self.device_lane}
 
-        meet = partial(self._meet, model)
-        return LaneStream(name, model, self._items_of, self._decode, self.address, meet, note_lost,
+        shake_hands = partial(self._shake_hands, model)
+        return UnixSocketStream(name, model, self._items_of, self._decode, self.address, shake_hands, note_lost,
                           is_for_lone_calls=is_for_lone_calls)  # fmt: skip
 
     def _open_grpc(self, model: str) -> LinkStream:
         # Without serializers: frames are bytes here.
         call: Any = self._dial().stream_stream(self._stream_method)(metadata=meant_for(model))
-        return LinkStream(call, self._items_of, self._decode, self.address, partial(self._meet, model))
+        return LinkStream(call, self._items_of, self._decode, self.address, partial(self._shake_hands, model))
 
-    def _meet(self, model: str, metadata: Any) -> None:
-        self.on_meeting(check_answering(metadata, model))
+    def _shake_hands(self, model: str, metadata: Any) -> None:
+        self.on_handshake(check_answering(metadata, model))
 
     def _dial(self) -> grpc.aio.Channel:
         if self._closed:
@@ -299,10 +306,10 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
     async def propose(
         self,
         request: ProposeRequest,
-        wire: WireCount | None = None,
+        wire: WireStats | None = None,
         *,
         model: str = "",
-        patience: Patience | None = None,
+        patience: CallTimeout | None = None,
     ) -> Proposal:
         """Asks for draft tokens. Idempotent by (session, epoch, round) and digest, so it may be repeated.
 
@@ -338,7 +345,7 @@ class TargetLink(_Link[VerifyRequest, Verification]):
     _reply_type = target_pb2.Verification
     _frame_type = target_pb2.VerificationFrame
 
-    async def verify(self, request: VerifyRequest, wire: WireCount | None = None, *, model: str = "") -> Verification:
+    async def verify(self, request: VerifyRequest, wire: WireStats | None = None, *, model: str = "") -> Verification:
         """Asks for p at the draft's positions. Idempotent, counted, meant, cancelled and failing as `propose`."""
         return await self._ask(request, wire, model=model)
 

@@ -30,7 +30,7 @@ def meant_for(model: str) -> tuple[tuple[str, str], ...]:
     return ((MODEL_KEY, model),) if model else ()
 
 
-async def meet_caller(context: Any, info: EngineInfo) -> None:
+async def shake_hands_with_caller(context: Any, info: EngineInfo) -> None:
     """The replica's side: says who it is, unless another model is meant.
 
     Raises:

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from specdec.errors import Internal, Unavailable
 from specdec.rpc import status
-from specdec.rpc.calls import OpenCalls, Patience, PendingCall, StrayAnswer, WireCount
+from specdec.rpc.calls import CallTimeout, OpenCalls, PendingCall, UnexpectedReply, WireStats
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, join_items
 
 #: A timer that fires this much late says that the event loop stood still, not that a replica did.
@@ -29,7 +29,7 @@ OWN_STALL_S = 0.02
 class LinkStream:
     """One open bidirectional call and the calls that wait on it. Dies whole; the link then opens another."""
 
-    is_lane = False
+    is_unix_socket = False
     has_missed = False
     """Whether it ended, by itself, before it met anybody: of a lane, whose calls can go another way then."""
 
@@ -39,7 +39,7 @@ class LinkStream:
         items_of: Callable[[bytes], Sequence[tuple[Any, int]]],
         decode: Callable[[list[Any], list[Any]], Sequence[Any]],
         address: str,
-        meet: Callable[[Any], None],
+        shake_hands: Callable[[Any], None],
     ) -> None:
         """
         Args:
@@ -47,13 +47,14 @@ class LinkStream:
             items_of: the replies of a frame with their sizes in bytes; raises DecodeError.
             decode: the answers that replies of one frame give to their requests.
             address: of the replica.
-            meet: told the metadata of who answers, before any of its answers is; raises Unavailable to take none.
+            shake_hands: told the metadata of who answers, before any of its answers is; raises Unavailable to take
+                none.
         """
         self._call = call
         self._items_of = items_of
         self._decode = decode
         self._address = address
-        self._meet = meet
+        self._shake_hands = shake_hands
         self._loop = asyncio.get_running_loop()
         self._calls = OpenCalls()
         self._outbox: deque[PendingCall] = deque()
@@ -66,7 +67,7 @@ class LinkStream:
     def next_call_id(self) -> int:
         return self._calls.next_id()
 
-    async def ask(self, call_id: int, request: Any, item: bytes, wire: WireCount, patience: Patience | None) -> Any:
+    async def ask(self, call_id: int, request: Any, item: bytes, wire: WireStats, patience: CallTimeout | None) -> Any:
         """Sends one item; returns its decoded reply. Raises TimeoutError when `patience` is over."""
         now = self._loop.time()
         pending = PendingCall(request, item, wire, self._loop.create_future(), now)
@@ -84,13 +85,13 @@ class LinkStream:
             if self._calls.owes_too_many:
                 self._end(f"{self._address}: the replica leaves calls unanswered")
 
-    def _await_answer(self, pending: PendingCall, patience: Patience, asked_at: float, heard_at: float) -> None:
+    def _await_answer(self, pending: PendingCall, patience: CallTimeout, asked_at: float, heard_at: float) -> None:
         """Looks again when the replica has been silent for too long since `heard_at`."""
         until = min(heard_at + patience.silence_s, asked_at + patience.total_s)
         pending.timer = self._loop.call_at(until, self._look, pending, patience, asked_at, heard_at, until)
 
     def _look(
-        self, pending: PendingCall, patience: Patience, asked_at: float, heard_at: float, expected_at: float
+        self, pending: PendingCall, patience: CallTimeout, asked_at: float, heard_at: float, expected_at: float
     ) -> None:
         if pending.answer.done():
             return
@@ -150,7 +151,7 @@ class LinkStream:
         try:
             while (frame := await self._call.read()) is not grpc.aio.EOF:
                 if not has_met:  # a call that fails before its first frame has better news than its metadata
-                    self._meet(await self._call.initial_metadata())
+                    self._shake_hands(await self._call.initial_metadata())
                     has_met = True
                 self._heard_at = self._loop.time()
                 self._deliver(frame)
@@ -158,7 +159,7 @@ class LinkStream:
             return status.from_rpc_error(error, peer=self._address).message
         except DecodeError as error:
             return f"{self._address}: the replica sent what is no frame: {error}"
-        except StrayAnswer as error:
+        except UnexpectedReply as error:
             return f"{self._address}: the replica {error}"
         except Unavailable as error:
             return f"{self._address}: {error.message}"
@@ -168,16 +169,16 @@ class LinkStream:
         """Decodes the replies of a frame together and tells each caller its own.
 
         Raises:
-            StrayAnswer: once they are told. Whoever it was meant for would wait in vain, call after call.
+            UnexpectedReply: once they are told. Whoever it was meant for would wait in vain, call after call.
         """
         items: list[Any] = []
         waiting: list[PendingCall] = []
-        stray: StrayAnswer | None = None
+        stray: UnexpectedReply | None = None
         heard_s = time.monotonic()
         for item, num_bytes in self._items_of(frame):
             try:
                 pending = self._calls.take(item.call_id)
-            except StrayAnswer as error:
+            except UnexpectedReply as error:
                 stray = error
                 continue
             if pending is None:

@@ -126,7 +126,7 @@ def encode_verification(verification: Verification, call_id: int) -> target_pb2.
         num_cached_tokens=verification.num_cached_tokens,
         forward_s=verification.forward_s,
         step_tokens=verification.step_tokens,
-        num_others=verification.num_others,
+        num_others=verification.num_concurrent,
         num_other_rows=verification.num_other_rows,
     )
     if verification.drafted is not None:
@@ -246,7 +246,7 @@ def _read_verification(
         num_cached_tokens=message.num_cached_tokens,
         forward_s=message.forward_s,
         step_tokens=message.step_tokens,
-        num_others=message.num_others,
+        num_concurrent=message.num_others,
         num_other_rows=message.num_other_rows,
         drafted=drafted,
         stages=decode_stages(message.stages) if message.HasField("stages") else None,

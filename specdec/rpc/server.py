@@ -22,10 +22,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec.addresses import join_address, split_address
 from specdec.errors import Unavailable
 from specdec.rpc.channels import open_port
 from specdec.rpc.interceptors import ErrorInterceptor
+from specdec.settings.addresses import join_address, split_address
 
 DRAFT_SERVICE = "specdec.v1.DraftService"
 TARGET_SERVICE = "specdec.v1.TargetService"

@@ -1,7 +1,7 @@
 """What the draft and the target servicer have in common: streams, scores, release, identity, drain, metrics.
 
 A round's item comes here from a frame (`specdec.rpc.frames`), goes through the service's own `servicer` into its engine
-(`specdec.engines`), a proposer or a verifier, and the reply the same way back.
+(`specdec.engine_api`), a proposer or a verifier, and the reply the same way back.
 
 Not here: which messages travel and what the engine is asked (a service's `servicer`, which builds on this).
 """
@@ -18,16 +18,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from specdec.engines import Engine
+from specdec.engine_api import Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
-from specdec.rpc.device_lane import DeviceLane
+from specdec.rpc.device_thread_socket import DeviceThreadSocket
 from specdec.rpc.frames import FrameServer
-from specdec.rpc.identity import meet_caller
-from specdec.rpc.lane_server import LaneHost, LaneServer
+from specdec.rpc.identity import shake_hands_with_caller
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
+from specdec.rpc.unix_socket_server import UnixSocketHost, UnixSocketServer
 from specdec.tenant import session_on_replica
 from specdec.types import EngineInfo, Stages
 from specdec.v1 import common_pb2
@@ -74,8 +74,8 @@ class ReplicaServicer:
             items_of=items_of, answer=self._count_answer, reply_type=reply_type, frame_of=frame_of
         )
         self._request_type = request_type
-        self._lane: LaneServer | None = None
-        self._device_lane: DeviceLane | None = None
+        self._unix_socket: UnixSocketServer | None = None
+        self._device_thread_socket: DeviceThreadSocket | None = None
 
     def info(self) -> EngineInfo:
         """What the replica is now; draining from `drain` on."""
@@ -85,31 +85,33 @@ class ReplicaServicer:
             engine_info,
             draining=draining,
             incarnation=self._incarnation,
-            lane="" if self._lane is None else self._lane.name,
-            device_lane="" if self._device_lane is None else self._device_lane.name,
+            lane="" if self._unix_socket is None else self._unix_socket.name,
+            device_lane="" if self._device_thread_socket is None else self._device_thread_socket.name,
         )
 
     def drain(self) -> None:
         """Refuses new calls with DRAINING; streams end once what is in flight is answered."""
         self._frames.drain()
 
-    async def open_lanes(self, max_frame_bytes: int) -> None:
+    async def open_unix_sockets(self, max_frame_bytes: int) -> None:
         """Takes frames over Unix sockets, too, which `info` names from now on."""
-        make_host = partial(LaneHost, self._frames, self._request_type, self.info, max_frame_bytes)
-        self._lane = LaneServer(make_host())
-        await self._lane.start()
+        make_host = partial(UnixSocketHost, self._frames, self._request_type, self.info, max_frame_bytes)
+        self._unix_socket = UnixSocketServer(make_host())
+        await self._unix_socket.start()
         device_loop = self._served.share_event_loop()
         if device_loop is not None:
-            self._device_lane = DeviceLane(self._served, device_loop, make_host())
-            self._device_lane.open()
+            self._device_thread_socket = DeviceThreadSocket(self._served, device_loop, make_host())
+            self._device_thread_socket.open()
 
-    async def close_lanes(self, grace_s: float) -> None:
-        """Ends what `open_lanes` began; calls in flight have so long to end. Idempotent."""
-        await asyncio.gather(*(lane.close(grace_s) for lane in (self._lane, self._device_lane) if lane is not None))
+    async def close_unix_sockets(self, grace_s: float) -> None:
+        """Ends what `open_unix_sockets` began; calls in flight have so long to end. Idempotent."""
+        await asyncio.gather(
+            *(lane.close(grace_s) for lane in (self._unix_socket, self._device_thread_socket) if lane is not None)
+        )
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serves one stream of calls, unless it was meant for another model than this replica's."""
-        await meet_caller(context, self.info())
+        await shake_hands_with_caller(context, self.info())
         await self._frames.serve(frames, context.write)
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:  # noqa: N802

@@ -18,12 +18,12 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from specdec.addresses import advertised_address, split_address
-from specdec.config import ReplicaSettings, ServiceSettings
-from specdec.engines import Engine
+from specdec.engine_api import Engine
 from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
 from specdec.rpc.server import ServiceServer, require_free
+from specdec.settings.addresses import advertised_address, split_address
+from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.types import EngineInfo
 
 #: Between two looks at whether the device hangs.
@@ -43,9 +43,9 @@ class Servicer(Protocol):
 
     def drain(self) -> None: ...
 
-    async def open_lanes(self, max_frame_bytes: int) -> None: ...
+    async def open_unix_sockets(self, max_frame_bytes: int) -> None: ...
 
-    async def close_lanes(self, grace_s: float) -> None: ...
+    async def close_unix_sockets(self, grace_s: float) -> None: ...
 
 
 class Registration(Protocol):
@@ -122,8 +122,8 @@ async def run_replica(
         _log.info("warming up")
         await engine.warm_up()
         if settings.lane == "on":
-            await servicer.open_lanes(settings.max_message_bytes)
-            ending.push_async_callback(servicer.close_lanes, 0.0)
+            await servicer.open_unix_sockets(settings.max_message_bytes)
+            ending.push_async_callback(servicer.close_unix_sockets, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         await server.set_serving()
         registration = register(address=address) if register is not None else None
@@ -143,7 +143,7 @@ async def run_replica(
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
         servicer.drain()
         await _announce(registration)
-        await asyncio.gather(server.stop(settings.drain_grace_s), servicer.close_lanes(settings.drain_grace_s))
+        await asyncio.gather(server.stop(settings.drain_grace_s), servicer.close_unix_sockets(settings.drain_grace_s))
     _log.info("stopped")
 
 

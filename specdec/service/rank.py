@@ -23,19 +23,19 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specdec.config import ReplicaSettings, parse_settings
 from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
 from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import compile_options, on_its_own_thread, open_kv_tier, serve_replica
+from specdec.settings.base import ReplicaSettings, parse_settings
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from specdec.engine.base import Worker
     from specdec.engine.parallel.group import RankGroup, Seat
-    from specdec.engine.parallel.lifeline import Lifeline
+    from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
     from specdec.engine.parallel.rank_loader import RankModel
 
 _log = logging.getLogger(__name__)
@@ -117,12 +117,12 @@ class _Rank:
 
     def follow(self, num_decode_rows: int) -> int:
         """Does what the first rank says; returns the exit code."""
-        from specdec.engine.parallel.follow import follow
+        from specdec.engine.parallel.follower import follow
 
-        lifeline = None
+        rank_heartbeat = None
         try:
-            seat, store, lifeline = self._connect(_leave)
-            ranks, worker = self._load_rank(seat, store, lifeline, num_decode_rows)
+            seat, store, rank_heartbeat = self._connect(_leave)
+            ranks, worker = self._load_rank(seat, store, rank_heartbeat, num_decode_rows)
             logging.getLogger("specdec.state").setLevel(logging.ERROR)  # the first rank warns for all
             tier = open_kv_tier(self._settings, worker.shape)
             memory.settle()
@@ -130,43 +130,43 @@ class _Rank:
                 follow(ranks, worker, tier)
         except Exception as error:  # whatever it is, this rank is of no more use to the others
             _log.exception("rank %d fails", self._rank)
-            if lifeline is not None:
+            if rank_heartbeat is not None:
                 ours = error if isinstance(error, SpecdecError) else Internal(f"rank {self._rank} failed: {error}")
-                lifeline.fail(ours)
+                rank_heartbeat.fail(ours)
             return 1
-        lifeline.close()
+        rank_heartbeat.close()
         return 0
 
     def _load(self, note_lost: Callable[[SpecdecError], None], num_decode_rows: int) -> Worker:
         return self._load_rank(*self._connect(note_lost), num_decode_rows)[1]
 
     def _load_rank(
-        self, seat: Seat, store: TCPStore, lifeline: Lifeline, num_decode_rows: int
+        self, seat: Seat, store: TCPStore, rank_heartbeat: RankHeartbeat, num_decode_rows: int
     ) -> tuple[RankGroup, Worker]:
         with memory.collector_at_rest():
             from specdec.engine.parallel.group import RankGroup
             from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
         ranks = RankGroup(seat, store, rank_device(self._settings.device, int(os.environ["LOCAL_RANK"])))
-        return ranks, load_rank(_model_of(self._settings, num_decode_rows), ranks, lifeline)
+        return ranks, load_rank(_model_of(self._settings, num_decode_rows), ranks, rank_heartbeat)
 
-    def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, Lifeline]:
+    def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, RankHeartbeat]:
         """Finds the other ranks. Raises Unavailable: they do not come."""
         with memory.collector_at_rest():
             from specdec.engine.parallel.group import Seat, open_store
-            from specdec.engine.parallel.lifeline import Lifeline
+            from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 
         seat = Seat(self._rank, self._num_ranks, self._host, self._port, self._listener)
         try:
             store = open_store(seat)
             if self._rank == 0:
-                lifeline = Lifeline.of_first(store, self._host, self._num_ranks)
+                rank_heartbeat = RankHeartbeat.of_first(store, self._host, self._num_ranks)
             else:
-                lifeline = Lifeline.of_other(store, self._host, self._rank)
-            lifeline.watch(note_lost)
+                rank_heartbeat = RankHeartbeat.of_other(store, self._host, self._rank)
+            rank_heartbeat.watch(note_lost)
         except (RuntimeError, OSError) as error:
             raise Unavailable(f"the ranks do not find each other: {error}") from error
-        return seat, store, lifeline
+        return seat, store, rank_heartbeat
 
 
 def _model_of(settings: ReplicaSettings, num_decode_rows: int) -> RankModel:

@@ -2,7 +2,7 @@
 
 The process that was asked for the replica watches; it loads nothing itself. Once a rank has ended, however it did, the
 others are ended too and the group starts again as a whole, at once at first, then ever later. A start that fails is
-final. Ranks end with their watcher (`specdec.cli.child`), a killed one too.
+final. Ranks end with their watcher (`specdec.supervision.child`), a killed one too.
 
 Not here: what a rank does, and how ranks notice that one of them is gone (`specdec.service.rank`); ranks on several
 machines.
@@ -21,15 +21,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import specdec
-from specdec.checkpoint import locate_checkpoint
-from specdec.config import ReplicaSettings
-from specdec.devices import likely_device, require_device, require_gpu_each
-from specdec.engines import SIMULATED_PREFIX
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.preflight import require_servable
+from specdec.checkpoints.rank_checks import FLAG, require_divisible, require_supported
+from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.preflight import require_servable
-from specdec.rank_checks import FLAG, require_divisible, require_supported
-from specdec.restarts import RestartPauses
 from specdec.service.lifecycle import run_to_exit_code, stop_on_signals
+from specdec.settings.base import ReplicaSettings
+from specdec.settings.devices import likely_device, require_device, require_gpu_each
+from specdec.supervision.backoff import RestartPauses
 
 _HOST = "127.0.0.1"
 #: After one rank has ended: how long the first may take to fail its calls and leave the registry.
@@ -96,7 +96,7 @@ class Ranks:
     def __init__(self, role: str, argv: Sequence[str], num_ranks: int, environ: Mapping[str, str]) -> None:
         self.has_served = False
         """Whether the replica has taken calls."""
-        self._command = [sys.executable, "-P", "-m", "specdec.cli.child", "specdec.service.rank", role]
+        self._command = [sys.executable, "-P", "-m", "specdec.supervision.child", "specdec.service.rank", role]
         self._argv, self._num_ranks, self._environ = list(argv), num_ranks, environ
         self._processes: list[Process] = []
 

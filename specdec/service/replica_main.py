@@ -21,18 +21,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from specdec.checkpoint import locate_checkpoint
-from specdec.config import ReplicaSettings, cache_directory, parse_settings
-from specdec.devices import require_device
+from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.preflight import require_servable
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
-from specdec.engines import SIMULATED_PREFIX, Engine
+from specdec.engine_api import SIMULATED_PREFIX, Engine
 from specdec.errors import InvalidRequest
-from specdec.local_drafts import LocalDraftSpec
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
-from specdec.preflight import require_servable
 from specdec.service import memory
 from specdec.service.lifecycle import (
     Servicer,
@@ -42,6 +40,9 @@ from specdec.service.lifecycle import (
     stop_on_signals,
 )
 from specdec.service.rank_group import run_ranks
+from specdec.settings.base import ReplicaSettings, parse_settings
+from specdec.settings.devices import require_device
+from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 

@@ -44,7 +44,7 @@ class KvWriter:
         self._client = link.connect(patience=SEND_PATIENCE)
         self._known: OrderedDict[bytes, float] = OrderedDict()  # until when it is believed; changed under _lock
         self._lock = threading.Lock()
-        self._offers: queue.Queue[_Offer | None] = queue.Queue(MAX_OFFERS)
+        self._tier_writer: queue.Queue[_Offer | None] = queue.Queue(MAX_OFFERS)
         self._is_closed = False  # of the thread: what was offered before the end has been taken
         self._thread = threading.Thread(target=self._run, name="kv-tier-write", daemon=True)
         self._thread.start()
@@ -57,7 +57,7 @@ class KvWriter:
             self._tally.dropped["unavailable"] += 1
             return
         try:
-            self._offers.put_nowait((name, read))
+            self._tier_writer.put_nowait((name, read))
         except queue.Full:
             self._tally.dropped["queue_full"] += 1
 
@@ -70,7 +70,7 @@ class KvWriter:
         """Writes what is queued, for so long, and ends the thread."""
         end_s = time.monotonic() + patience_s
         try:
-            self._offers.put(None, timeout=patience_s)
+            self._tier_writer.put(None, timeout=patience_s)
         except queue.Full:
             return
         self._thread.join(max(0.0, end_s - time.monotonic()))
@@ -78,17 +78,17 @@ class KvWriter:
             self._client.close()
 
     def _run(self) -> None:
-        while batch := self._next_offers():
+        while batch := self._next_writes():
             try:
                 self._write(batch)
             except Exception as error:
                 self._link.fail_by(error)
 
-    def _next_offers(self) -> list[_Offer]:
+    def _next_writes(self) -> list[_Offer]:
         """Those that wait, or the next; empty once the tier is closed."""
         batch: list[_Offer] = []
-        while not self._is_closed and len(batch) < MAX_BATCH and (not batch or not self._offers.empty()):
-            offer = self._offers.get()
+        while not self._is_closed and len(batch) < MAX_BATCH and (not batch or not self._tier_writer.empty()):
+            offer = self._tier_writer.get()
             if offer is None:
                 self._is_closed = True
             else:

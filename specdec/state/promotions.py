@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict
 
 from specdec.errors import Internal
-from specdec.pool_names import is_pool_name
+from specdec.settings.pool_names import is_pool_name
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import promotion_key
 from specdec.state.store import Promotion, PromotionStatus

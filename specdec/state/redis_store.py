@@ -18,7 +18,7 @@ from specdec.state.promotions import RedisPromotions
 from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES, decode_record, encode_record
 from specdec.state.store import (
     Commit,
-    KvHome,
+    KvLocation,
     Lease,
     ReplicaRecord,
     ReplicaRegistry,
@@ -91,7 +91,7 @@ class RedisSessionStore:
         answers = await self._connection.run_scripts("renew", calls)
         return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
-    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvHome] = ()) -> None:
+    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvLocation] = ()) -> None:
         await self._run("release", lease.session_id, [*self._fence(lease), int(left), _write_homes(homes)])
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
@@ -267,15 +267,15 @@ def _read_request(meta: dict[str, str]) -> RequestRecord | None:
     )
 
 
-def _write_homes(homes: Sequence[KvHome]) -> str:
+def _write_homes(homes: Sequence[KvLocation]) -> str:
     return " ".join(f"{home.incarnation}:{home.num_tokens}" for home in homes)
 
 
-def _read_homes(text: str) -> tuple[KvHome, ...]:
+def _read_homes(text: str) -> tuple[KvLocation, ...]:
     """What is no home is left out: they are hints."""
     parts = (part.rpartition(":") for part in text.split(" ")[:_MAX_HOMES])
     return tuple(
-        KvHome(incarnation, int(count))
+        KvLocation(incarnation, int(count))
         for incarnation, _, count in parts
         if incarnation and count.isascii() and count.isdigit() and len(count) <= _MAX_COUNT_DIGITS
     )

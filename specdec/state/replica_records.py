@@ -13,8 +13,8 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from specdec.addresses import check_dialable
 from specdec.errors import InvalidRequest
+from specdec.settings.addresses import check_dialable
 from specdec.state.store import ReplicaRecord
 from specdec.types import EngineInfo
 

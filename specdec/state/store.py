@@ -48,7 +48,7 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class KvHome:
+class KvLocation:
     """Where KV of a session was left: a hint, for the replica may have evicted it or be gone."""
 
     incarnation: str
@@ -71,7 +71,7 @@ class SessionRecord:
     expires_in_s: float
     was_left: bool = False
     """Whether the last owner gave it back in order; a dead owner did not, nor one whose last writes the store lost."""
-    homes: tuple[KvHome, ...] = ()
+    homes: tuple[KvLocation, ...] = ()
     """As the last owner that gave the session back said."""
 
     @property
@@ -121,7 +121,7 @@ class SessionStore(Protocol):
         """
         ...
 
-    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvHome] = ()) -> None:
+    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvLocation] = ()) -> None:
         """Gives the lease back; a lease that is not ours any more is left alone. Idempotent.
 
         Args:

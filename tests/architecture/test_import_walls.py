@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
 FOUNDATIONS = {
-    "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.config", "specdec.addresses",
-    "specdec.checkpoint", "specdec.gguf", "specdec.vocabulary", "specdec.preflight", "specdec.restarts",
-    "specdec.rank_checks", "specdec.engines", "specdec.tenant", "specdec.token_bytes", "specdec.local_drafts",
-    "specdec.pool_names", "specdec.learning_log", "specdec.devices", "specdec.weight_files", "specdec.v1",
+    "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.settings.base", "specdec.settings.addresses",
+    "specdec.checkpoints.locate", "specdec.checkpoints.gguf", "specdec.checkpoints.vocabulary", "specdec.checkpoints.preflight", "specdec.supervision.backoff",
+    "specdec.checkpoints.rank_checks", "specdec.engine_api", "specdec.tenant", "specdec.checkpoints.token_bytes", "specdec.settings.draft_specs",
+    "specdec.settings.pool_names", "specdec.learning.log_files", "specdec.settings.devices", "specdec.checkpoints.weight_files", "specdec.v1",
 }  # fmt: skip
 
 #: Rooms that are divided: a module of theirs lives in its package, one level further down.
@@ -29,24 +29,24 @@ LIBRARY = {"specdec.core", "specdec.state", "specdec.rpc", "specdec.observabilit
 ALLOWED = {
     "specdec.types": set(),
     "specdec.errors": set(),
-    "specdec.engines": set(),
+    "specdec.engine_api": set(),
     "specdec.tenant": set(),
-    "specdec.devices": set(),
-    "specdec.weight_files": set(),
-    "specdec.local_drafts": set(),
-    "specdec.pool_names": set(),
-    "specdec.checkpoint": set(),
-    "specdec.gguf": {"specdec.engine.kept_files"},
-    "specdec.vocabulary": set(),
-    "specdec.preflight": {"specdec.translation"},
-    "specdec.token_bytes": set(),
-    "specdec.learning_log": set(),
+    "specdec.settings.devices": set(),
+    "specdec.checkpoints.weight_files": set(),
+    "specdec.settings.draft_specs": set(),
+    "specdec.settings.pool_names": set(),
+    "specdec.checkpoints.locate": set(),
+    "specdec.checkpoints.gguf": {"specdec.artifact_cache"},
+    "specdec.checkpoints.vocabulary": set(),
+    "specdec.checkpoints.preflight": {"specdec.cross_vocabulary"},
+    "specdec.checkpoints.token_bytes": set(),
+    "specdec.learning.log_files": set(),
     "specdec.learning": {"specdec.engine"},
-    "specdec.translation": set(),
-    "specdec.restarts": set(),
-    "specdec.rank_checks": set(),
-    "specdec.config": set(),
-    "specdec.addresses": set(),
+    "specdec.cross_vocabulary": set(),
+    "specdec.supervision.backoff": set(),
+    "specdec.checkpoints.rank_checks": set(),
+    "specdec.settings.base": set(),
+    "specdec.settings.addresses": set(),
     "specdec.core": set(),
     "specdec.state": {"specdec.core"},
     "specdec.observability": {"specdec.core"},
@@ -58,13 +58,13 @@ ALLOWED = {
     # The engine, ground floor first.
     ENGINE + "base": {ENGINE + "cold_tier"},
     ENGINE + "cold_tier": set(),
-    ENGINE + "kept_files": set(),
+    ENGINE + "artifact_cache": set(),
     ENGINE + "large_pages": set(),
     ENGINE + "gguf_positions": set(),
     ENGINE + "gguf_conversion": {ENGINE + "gguf_positions"},
     ENGINE + "sessions": {"specdec.core"},
     ENGINE + "schedule": {"specdec.core"},
-    ENGINE + "kernels": {ENGINE + "kept_files"},
+    ENGINE + "kernels": {ENGINE + "artifact_cache"},
     ENGINE + "logits": {"specdec.core", ENGINE + "kernels"},
     ENGINE + "model": {ENGINE + room for room in ("base", "large_pages")},
     ENGINE + "heads": {ENGINE + "base", ENGINE + "model"},
@@ -72,7 +72,7 @@ ALLOWED = {
                       *(ENGINE + room for room in ("base", "cold_tier", "logits", "schedule", "sessions"))},
     ENGINE + "drafting": {"specdec.core", *(ENGINE + room for room in ("base", "logits", "loop"))},
     ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
-    ENGINE + "compiled": {ENGINE + "kept_files", ENGINE + "model"},
+    ENGINE + "compiled": {ENGINE + "artifact_cache", ENGINE + "model"},
     ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
     ENGINE + "native": {ENGINE + room for room in ("base", "large_pages", "model")},
     ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
@@ -97,7 +97,7 @@ ALLOWED = {
     "coordinator.lookup": set(),
     "coordinator.text": {"coordinator.requests"},
     "coordinator.replicas": {"coordinator.requests", *LIBRARY},
-    "draft_service": {"specdec.engine", "specdec.translation", *LIBRARY},
+    "draft_service": {"specdec.engine", "specdec.cross_vocabulary", *LIBRARY},
     "target_service": {"specdec.engine", *LIBRARY},
 }  # fmt: skip
 
@@ -276,7 +276,7 @@ def test_sessions_and_schedules_and_the_engines_simulated_on_them_load_no_torch(
 def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
     hidden = ("grpc", "redis", "fakeredis", "pydantic_settings", "prometheus_client", "triton")
     # Written in Triton.
-    kernels = {f"specdec.engine.captured.{name}_kernels" for name in ("paged", "row", "fused", "draft")}
+    kernels = {f"specdec.engine.cuda_graphs.{name}_kernels" for name in ("paged", "row", "fused", "draft")}
     names = set(modules_of("specdec.engine")) - kernels
     loaded = loaded_after("\n".join(f"import {name}" for name in sorted(names)), hidden=hidden)
     assert not loaded & set(hidden)
@@ -287,7 +287,7 @@ def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
     [
         ("specdec.core.random", "from specdec.engine import base"),
         ("specdec.engine.sessions.table", "from specdec.engine.loop.job import Job"),
-        ("specdec.engine.model.batch", "from specdec.engine.captured import steps"),
+        ("specdec.engine.model.batch", "from specdec.engine.cuda_graphs import steps"),
         ("specdec.rpc.client", "import coordinator.replicas.pool"),
         ("coordinator.text.prompt", "from coordinator.front.validation import ServingLimits"),
         ("draft_service.proposer", "from target_service import verifier"),

@@ -20,7 +20,7 @@ from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS
-from specdec.engines import DraftEngine, TargetEngine
+from specdec.engine_api import DraftEngine, TargetEngine
 from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import ProposeRequest, SessionPosition, VerifyRequest
 from target_service.verifier import Verifier

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.routing.promotion import LEAST_TOKENS, LOOKS, STAGES, Canary, Sample, is_worse, next_share
 from specdec.errors import Internal
-from specdec.pool_names import MAX_POOL_NAME_CHARS
+from specdec.settings.pool_names import MAX_POOL_NAME_CHARS
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Promotion, PromotionStatus
 from tests.support.redis_fixture import RedisServer

@@ -13,7 +13,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import prefix_keys
 from specdec.state.prefix_directory import MAX_HOLDERS, RedisPrefixDirectory
 from specdec.state.redis_store import RedisSessionStore, open_store
-from specdec.state.store import KvHome, SessionStore
+from specdec.state.store import KvLocation, SessionStore
 from tests.support.redis_fixture import RedisServer
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
@@ -137,7 +137,7 @@ async def test_where_a_session_was_left_is_read_with_its_record(store: SessionSt
     record = await store.load(session_id)
     assert record is not None
     assert record.homes == ()
-    homes = (KvHome("0123abcd", 17), KvHome("fedc", 3))
+    homes = (KvLocation("0123abcd", 17), KvLocation("fedc", 3))
     await store.release(lease, homes=homes)
     record = await store.load(session_id)
     assert record is not None
@@ -145,7 +145,7 @@ async def test_where_a_session_was_left_is_read_with_its_record(store: SessionSt
 
 
 async def test_who_does_not_say_where_a_session_is_leaves_what_was_said(store: SessionStore, session_id: str) -> None:
-    homes = (KvHome("0123abcd", 17),)
+    homes = (KvLocation("0123abcd", 17),)
     lease = await store.acquire(session_id, owner="a", ttl_s=LONG_TTL_S, create=True)
     await store.release(lease, homes=homes)
     lease = await store.acquire(session_id, owner="b", ttl_s=LONG_TTL_S, create=False)
@@ -158,7 +158,7 @@ async def test_who_does_not_say_where_a_session_is_leaves_what_was_said(store: S
 async def test_who_has_lost_the_lease_does_not_say_where_the_session_is(store: SessionStore, session_id: str) -> None:
     old = await store.acquire(session_id, owner="a", ttl_s=LONG_TTL_S, create=True)
     await store.acquire(session_id, owner="a", ttl_s=LONG_TTL_S, create=False)
-    await store.release(old, homes=[KvHome("0123abcd", 17)])
+    await store.release(old, homes=[KvLocation("0123abcd", 17)])
     record = await store.load(session_id)
     assert record is not None
     assert record.homes == ()

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.cli import up
 from specdec.cli.__main__ import build_parser
 from specdec.client import Client
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import ENVIRON, SPECDEC, children_of, complaints, specdec, start_up, wait_until_gone
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import SamplingFilters, Support, Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.e2e.test_sampled_law import FALSE_ALARM, NUM_LONG_SAMPLES, NUM_TOKENS, p_value

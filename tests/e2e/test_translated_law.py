@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.cross_vocabulary_rig import CrossVocabulary, cross_vocabulary_stack
 
-from draft_service.translated_proposer import TranslatedProposer
+from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from specdec.types import Proposal, ProposeRequest, SamplingFilters
 from tests.e2e.test_sampled_law import FALSE_ALARM, GAMMA, NUM_AT_ONCE, NUM_TOKENS, PROMPT, joint_law, p_value
 from tests.support.other_tokenizers import build_model, save_byte_level_vocabulary, save_piece_vocabulary
-from tests.support.translated_rig import Translated, translated_stack
 
 NUM_SAMPLES = 600
 NUM_LONG_SAMPLES = 4000
@@ -55,9 +55,9 @@ async def sample(
     draft: str,
     num_samples: int,
     options: dict[str, Any],
-    proposer_type: type[TranslatedProposer] = TranslatedProposer,
-) -> tuple[Counter[tuple[int, ...]], Translated]:
-    async with translated_stack(models["target"], models[draft], proposer_type=proposer_type) as run:
+    proposer_type: type[CrossVocabularyProposer] = CrossVocabularyProposer,
+) -> tuple[Counter[tuple[int, ...]], CrossVocabulary]:
+    async with cross_vocabulary_stack(models["target"], models[draft], proposer_type=proposer_type) as run:
         gate = asyncio.Semaphore(NUM_AT_ONCE)
 
         async def draw(seed: int) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ async def test_three_tokens_follow_the_targets_joint_law_in_every_mode_and_with_
     await check(models, mode, name, draft, NUM_LONG_SAMPLES)
 
 
-class RenormalisesAfterDrawing(TranslatedProposer):
+class RenormalisesAfterDrawing(CrossVocabularyProposer):
     """Draws from more than is in common: what falls outside becomes the likeliest token, and q is stated as if not."""
 
     async def propose(self, request: ProposeRequest) -> Proposal:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.client import Client
-from specdec.vocabulary import load_tokenizer
 from tests.support.other_tokenizers import TEXTS, build_model, save_byte_level, save_pieces
 from tests.support.target_alone import TargetAlone
 from tests.support.up_rig import child_running, start_up

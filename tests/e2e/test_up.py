@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.cli.processes import free_ports
 from specdec.client import Client
 from specdec.errors import InvalidRequest
 from specdec.rpc.client import CALLS_ALONE, TargetLink
+from specdec.supervision.processes import free_ports
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up, wait_until_gone
@@ -178,7 +178,7 @@ def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model:
 
 
 def test_services_of_one_machine_take_each_others_frames_over_lanes(model: Path) -> None:
-    async def lanes_of(address: str) -> list[str]:
+    async def unix_sockets_of(address: str) -> list[str]:
         link = TargetLink(address)
         try:
             info = await link.info()
@@ -189,7 +189,7 @@ def test_services_of_one_machine_take_each_others_frames_over_lanes(model: Path)
     with running("--target", str(model)) as (up, endpoint):
         target = child_running(up, "target_service")
         words = Path(f"/proc/{target}/cmdline").read_text().split("\0")
-        names = asyncio.run(lanes_of(words[words.index("--listen") + 1]))
+        names = asyncio.run(unix_sockets_of(words[words.index("--listen") + 1]))
         with Client(endpoint) as client:
             client.generate(
                 prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, mode="off", max_new_tokens=CALLS_ALONE + 1

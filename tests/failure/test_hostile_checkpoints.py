@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.errors import InvalidRequest
-from specdec.vocabulary import load_tokenizer
 from tests.support.tiny_models import build_tiny_model
 
 INTRUDER = "open({marker!r}, 'w').close()\n"

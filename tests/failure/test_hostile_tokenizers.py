@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from specdec.cross_vocabulary.pair import load_pair
 from specdec.errors import SpecdecError
-from specdec.translation.pair import load_pair
 from tests.support.other_tokenizers import build_model, save_byte_level, save_pieces
 from tests.support.tiny_models import save_tokenizer
 

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.v1 import coordinator_pb2 as pb
-from specdec.vocabulary import load_tokenizer
 from tests.support.coordinator_rig import Output
 from tests.support.freezing import frozen_part
 from tests.support.head_checkpoints import (
@@ -26,7 +26,7 @@ from tests.support.head_checkpoints import (
     write_eagle3,
     write_medusa,
 )
-from tests.support.other_tokenizers import TEXTS, build_model, build_translated_copy, save_byte_level, save_pieces
+from tests.support.other_tokenizers import TEXTS, build_cross_vocabulary_copy, build_model, save_byte_level, save_pieces
 from tests.support.process_rig import read_rest, read_some, run, stub_of
 from tests.support.stack import Stack
 from tests.support.target_alone import TargetAlone
@@ -62,7 +62,7 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack
     """The services, prompts, and what the target alone says to each."""
     folder = tmp_path_factory.mktemp("translated")
     target = build_model(save_pieces(folder / "pieces"), folder / "target", context=2048)
-    draft = build_translated_copy(target, save_byte_level(folder / "bytes"), folder / "draft")
+    draft = build_cross_vocabulary_copy(target, save_byte_level(folder / "bytes"), folder / "draft")
     alone, tokenizer = TargetAlone(target), load_tokenizer(target)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     expected = [alone.greedy(prompt, NUM_TOKENS) for prompt in prompts]

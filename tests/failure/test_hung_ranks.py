@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from specdec.engine.base import SequenceSlice, StepPlan, WorkerLost
-from specdec.engine.parallel import lead
+from specdec.engine.parallel import leader
 from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
 
 
 def test_it_is_given_up_by_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a sum over ranks that is part of a recording, which no library watches."""
-    monkeypatch.setattr(lead, "KEEP_ALIVE_S", 0.1)
-    monkeypatch.setattr(lead, "STEP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(leader, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(leader, "STEP_TIMEOUT_S", 0.5)
     directory = build_tiny_model("llama", tmp_path, num_layers=1)
     lost: Future[WorkerLost] = Future()
     plan = StepPlan((SequenceSlice((5, 6), 0, (0,), 1),))
@@ -26,7 +26,7 @@ def test_it_is_given_up_by_the_first_rank(tmp_path: Path, monkeypatch: pytest.Mo
         worker.execute(plan)
         with pytest.raises(TimeoutError):
             lost.result(timeout=1.5)
-        monkeypatch.setattr(lead, "_end_on_device", lambda logits: lambda: False)
+        monkeypatch.setattr(leader, "_end_on_device", lambda logits: lambda: False)
         worker.execute(plan)
         assert "a step has not ended on the devices of all ranks within 0.5 s" in str(lost.result(timeout=30))
         with pytest.raises(WorkerLost):

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.generation import tails
+from coordinator.generation import log_repair
 from specdec.errors import SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.state.keys import pack_tokens, session_keys
@@ -199,7 +199,7 @@ async def test_what_is_no_beginning_of_the_remembered_tail_is_refused_and_stays_
 
 
 async def test_more_lost_than_is_remembered_is_refused_and_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "MAX_TAIL_TOKENS", 20)
+    monkeypatch.setattr(log_repair, "MAX_TAIL_TOKENS", 20)
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
         await coordinator.generate(turn())

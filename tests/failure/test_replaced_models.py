@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from coordinator.replicas.replica import TARGET
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from specdec.rpc.status import from_rpc_error
 from specdec.types import Proposal, ProposeRequest
 from tests.support.coordinator_rig import (

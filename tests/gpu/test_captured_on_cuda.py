@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from draft_service.proposer import Proposer
-from specdec.engine.base import StepPlan
-from specdec.engine.captured.capture import CudaCapture
-from specdec.engine.loader import load_worker
-from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.model.options import CompileOptions, row_counts
-from specdec.types import SamplingFilters
-from target_service.verifier import Verifier
-from tests.support.captured_rig import (
+from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
     Pair,
@@ -28,6 +19,15 @@ from tests.support.captured_rig import (
     piece,
     random_tokens,
 )
+
+from draft_service.proposer import Proposer
+from specdec.engine.base import StepPlan
+from specdec.engine.cuda_graphs.capture import CudaCapture
+from specdec.engine.loader import load_worker
+from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.model.options import CompileOptions, row_counts
+from specdec.types import SamplingFilters
+from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 
@@ -73,7 +73,7 @@ def test_recorded_steps_on_the_device_equal_eager_ones_on_the_cpu(mixed: Path) -
 def test_nan_of_a_former_owner_reaches_nobody(mixed: Path) -> None:
     pair = Pair(mixed, capture=CudaCapture(CUDA), device="cuda:0", dtype="bfloat16", atol=ATOL["bfloat16"])
     for table in pair.tables[1:3]:
-        assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), is_captured=False).isnan().all()
+        assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), uses_cuda_graphs=False).isnan().all()
     one, two = random_tokens(2, 60), random_tokens(3, 60)
     for start in range(0, 60, 3):
         poison = piece([NAN_TOKEN_ID] * 60, start, start + 1, pair.tables[3], 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.engine.captured import fused_operations as fused
-from specdec.engine.captured.fused_operations import Norm
+from specdec.engine.cuda_graphs import fused_operations as fused
+from specdec.engine.cuda_graphs.fused_operations import Norm
 from tests.support.fused_rig import DTYPES, EPS, Heads, close, llama_norm, random
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec.engine.captured.paged_attention import Splitting
+from specdec.engine.cuda_graphs.paged_attention import Splitting
 from tests.support.paged_rig import TOLERANCE, Heads, Part, Step, batch, check
 
 pytestmark = [

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.cuda_graphs_rig import MIXED_LAYERS, build, random_tokens
 
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.captured.capture import CudaCapture
-from specdec.engine.captured.row_products import multiply
+from specdec.engine.cuda_graphs.capture import CudaCapture
+from specdec.engine.linear.int8 import Int8Weight, quantise
+from specdec.engine.linear.row_products import multiply
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.model.int8_weight import Int8Weight, quantise
 from specdec.engine.model.options import CompileOptions, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
-from tests.support.captured_rig import MIXED_LAYERS, build, random_tokens
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 

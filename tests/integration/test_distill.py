@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest
 from specdec.learning import training
@@ -20,7 +21,6 @@ from specdec.learning.learner import DraftModel
 from specdec.learning.samples import Samples
 from specdec.learning.training import TrainingPlan, train
 from specdec.learning.version import load_model
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
 from tests.support.logged import CountedLog
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone

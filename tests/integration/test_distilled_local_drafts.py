@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from specdec.checkpoint import checkpoint_fingerprint
+from specdec.checkpoints.locate import checkpoint_fingerprint
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.engine.heads.factory import load_head
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.loader import load_worker
@@ -22,10 +23,9 @@ from specdec.engine.model.checkpoint_model import SERVED_DTYPES
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.learning import version
 from specdec.learning.distill import Distillation, distill
+from specdec.learning.log_files import LogFacts, encode_segment, read_segment
 from specdec.learning.training import TrainingPlan
-from specdec.learning_log import LogFacts, encode_segment, read_segment
-from specdec.local_drafts import LocalDraftSpec, parse_local_draft
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint
+from specdec.settings.draft_specs import LocalDraftSpec, parse_local_draft
 from tests.support.head_checkpoints import (
     as_speculators,
     eagle3_config,

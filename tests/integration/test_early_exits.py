@@ -17,7 +17,7 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.step_ways import num_replays, running
 from tests.support.tiny_models import build_tiny_model
 

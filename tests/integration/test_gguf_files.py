@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from bench.models import DEMO
-from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.errors import InvalidRequest, SpecdecError
-from specdec.vocabulary import load_vocabulary
 from tests.support.gguf_writing import write_gguf
 
 TARGET = DEMO / "target"
@@ -78,7 +78,7 @@ def test_a_file_is_converted_once_by_processes_that_start_at_once_and_again_when
     path = write_gguf(TARGET, tmp_path / "demo.gguf")
     program = (
         "import logging, sys\nlogging.basicConfig(level='INFO', format='%(message)s')\n"
-        f"from specdec.checkpoint import locate_checkpoint\nprint(locate_checkpoint({str(path)!r}))\n"
+        f"from specdec.checkpoints.locate import locate_checkpoint\nprint(locate_checkpoint({str(path)!r}))\n"
     )
     command = [sys.executable, "-c", program]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
@@ -103,7 +103,7 @@ def test_what_needs_the_tokenizer_alone_converts_no_weights_and_loads_no_torch(t
         "print(tokenizer.fingerprint, 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    from specdec.vocabulary import vocabulary_fingerprint
+    from specdec.checkpoints.vocabulary import vocabulary_fingerprint
 
     assert done.stdout.split() == [vocabulary_fingerprint(load_vocabulary(TARGET)), "False"]
     assert not list(cache.rglob("*.safetensors"))

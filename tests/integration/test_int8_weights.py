@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.models import DEMO
 from bench.workload import prompt_token_ids
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker

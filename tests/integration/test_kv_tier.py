@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.config import cache_directory
+from specdec.artifact_cache import cache_directory
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.rpc.client import TargetLink

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import as_speculators, eagle3_config, eagle3_tensors, write_eagle3
 from tests.support.head_references import Eagle3Reference, hidden_states
 from tests.support.tiny_models import build_tiny_model
@@ -64,7 +64,7 @@ class Rig:
             str(target), device="cpu", dtype="auto", num_kv_blocks=16, num_threads=1,
             compiling=CompileOptions("native"), local_drafts=(LocalDraftSpec("eagle3", "eagle3", path=str(folder)),),
         )  # fmt: skip
-        assert self.worker.draft_runs is DraftRuns.NONE  # of whose steps the head would hear nothing
+        assert self.worker.draft_runs is MultiStepDrafts.NONE  # of whose steps the head would hear nothing
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._reference = Eagle3Reference(config, tensors, STATES, **settings)
 

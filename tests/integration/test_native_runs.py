@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.cuda_graphs_rig import random_tokens
 
 from draft_service.proposer import Proposer
-from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.loop import steps
 from specdec.engine.model.options import CompileOptions
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
 from specdec.types import ProposeRequest
-from tests.support.captured_rig import random_tokens
 from tests.support.round_driver import make_round
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
 
@@ -82,7 +82,7 @@ class Sequences:
         return StepPlan(tuple(self._slice(index, start, len(tokens), 1) for index, (start, tokens) in pieces))
 
     def one_by_one(self) -> tuple[np.ndarray, np.ndarray]:
-        """As `Worker.draft_likeliest` answers."""
+        """As `Worker.draft_greedy` answers."""
         maxima, chosen = [], []
         for _ in range(self.num_steps):
             rows = self.worker.execute(self.plan).numpy()
@@ -109,7 +109,7 @@ def check_run(
     maxima, chosen = single.one_by_one()
     expected_after = single.last_logits()
     together = Sequences(worker, lengths, num_last, num_steps)
-    run_maxima, run_chosen = worker.draft_likeliest(together.plan, num_steps)
+    run_maxima, run_chosen = worker.draft_greedy(together.plan, num_steps)
     np.testing.assert_array_equal(run_chosen, chosen)
     np.testing.assert_array_equal(run_maxima, maxima)
     for token_ids in run_chosen:
@@ -164,7 +164,7 @@ def test_what_is_no_number_comes_before_all_others(token_id: int, tmp_path: Path
     model = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE)
     worker = load(change_head(model, break_row), self_check=False)
     sequences = Sequences(worker, (15,), (1,))
-    maxima, chosen = worker.draft_likeliest(sequences.plan, 2)
+    maxima, chosen = worker.draft_greedy(sequences.plan, 2)
     assert np.isnan(maxima).all()
     assert (chosen == token_id).all()
 
@@ -173,17 +173,17 @@ def test_a_run_stays_within_its_blocks_and_the_models_context(tmp_path: Path) ->
     worker = load(build_tiny_model("llama", tmp_path, context=32))
     tokens, blocks = tuple(range(2, 30)), (0, 1)
     plan = StepPlan((SequenceSlice(tokens, 0, blocks, 1),))
-    worker.draft_likeliest(plan, 5)  # the last token is not run
+    worker.draft_greedy(plan, 5)  # the last token is not run
     with pytest.raises(IndexError, match="context of 32"):
-        worker.draft_likeliest(plan, 6)
+        worker.draft_greedy(plan, 6)
     with pytest.raises(IndexError, match="1 blocks"):
-        worker.draft_likeliest(StepPlan((SequenceSlice(tokens[:14], 0, (0,), 1),)), 4)
+        worker.draft_greedy(StepPlan((SequenceSlice(tokens[:14], 0, (0,), 1),)), 4)
 
 
 @pytest.mark.parametrize("num_rows", [0, 2])
 def test_a_run_that_does_not_begin_with_a_row_a_slice_is_refused(num_rows: int, directory: Path) -> None:
     with pytest.raises(ValueError, match="one logit row"):
-        load(directory).draft_likeliest(StepPlan((SequenceSlice((2, 3), 0, (0,), num_rows),)), 2)
+        load(directory).draft_greedy(StepPlan((SequenceSlice((2, 3), 0, (0,), num_rows),)), 2)
 
 
 async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(
@@ -191,11 +191,11 @@ async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(
 ) -> None:
     monkeypatch.setattr(steps, "LONGEST_HOST_RUN_S", 1e9)  # however slow this machine is
     drafts, runs = [], []
-    for kind in (DraftRuns.LIKELIEST, DraftRuns.NONE):
+    for kind in (MultiStepDrafts.LIKELIEST, MultiStepDrafts.NONE):
         worker = load(directory)
-        assert worker.draft_runs is DraftRuns.LIKELIEST
-        run = worker.draft_likeliest
-        monkeypatch.setattr(worker, "draft_likeliest", lambda plan, num, run=run: runs.append(num) or run(plan, num))
+        assert worker.draft_runs is MultiStepDrafts.LIKELIEST
+        run = worker.draft_greedy
+        monkeypatch.setattr(worker, "draft_greedy", lambda plan, num, run=run: runs.append(num) or run(plan, num))
         worker.draft_runs = kind
         proposer = Proposer(worker)
         tokens = [token % VOCABULARY_SIZE for token in random_tokens(5, 40)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker

@@ -169,7 +169,7 @@ async def test_the_load_of_a_replica_is_weighed_by_what_requests_have_needed(red
         for _ in range(2):
             output = await turn(coordinator, "", PREFIX)
         stats = output.finished.stats
-        rule = coordinator.generations._assembly._placement.rule
+        rule = coordinator.generations._factory._placement.rule
         assert rule.request_rows == stats.num_rounds + stats.num_draft_tokens
 
 

@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.round.routes import MAX_TRIALS
+from coordinator.round.routing_table import MAX_TRIALS
 from coordinator.routing.classes import MAX_CLASSES
 from specdec.errors import ResourceExhausted
 from specdec.rpc.status import from_rpc_error

@@ -8,25 +8,25 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from tests.support.cross_vocabulary_rig import cross_vocabulary_stack, load
 
-from draft_service.translated_proposer import TranslatedProposer
+from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
+from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
+from specdec.cross_vocabulary.pair import load_pair
+from specdec.cross_vocabulary.token_map import TokenMap
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.translation.pair import load_pair
-from specdec.translation.token_map import TokenMap
 from specdec.types import ProposeRequest
-from specdec.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,
+    build_cross_vocabulary_copy,
     build_model,
-    build_translated_copy,
     save_byte_level,
     save_characters,
     save_pieces,
 )
 from tests.support.round_driver import make_round
 from tests.support.target_alone import TargetAlone
-from tests.support.translated_rig import load, translated_stack
 
 NUM_TOKENS = 32
 TIE = 1e-4
@@ -48,7 +48,7 @@ def characters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     in_bytes = save_characters(folder / "t-bytes", in_bytes=True)
     in_pieces = save_characters(folder / "t-pieces", in_bytes=False)
     target = build_model(in_pieces, folder / "target")
-    return target, build_translated_copy(target, in_bytes, folder / "draft")
+    return target, build_cross_vocabulary_copy(target, in_bytes, folder / "draft")
 
 
 def assert_greedy(target: TargetAlone, prompt: list[int], ours: list[int]) -> None:
@@ -63,7 +63,7 @@ def assert_greedy(target: TargetAlone, prompt: list[int], ours: list[int]) -> No
 async def accepted_of_drafted(target: Path, draft: Path, **asked: object) -> tuple[int, int]:
     """Draft tokens over all sentences, greedy unless asked otherwise."""
     tokenizer = load_tokenizer(target)
-    async with translated_stack(target, draft) as run:
+    async with cross_vocabulary_stack(target, draft) as run:
         options = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "gamma": 4, "ignore_eos": True, **asked}
         done = [await run.stack.generate(tokenizer.encode(text), **options) for text in SENTENCES]
     return (
@@ -97,10 +97,10 @@ async def test_tokens_mapped_by_spelling_would_lose_text_that_is_not_ascii(chara
     target, draft = characters
     spellings, theirs = load_vocabulary(draft), load_vocabulary(target)
     pair = load_pair(draft, target)
-    target_of, own_of = np.full_like(pair.tokens.target_of, -1), np.full_like(pair.tokens.own_of, -1)
+    target_of, draft_vocab_of = np.full_like(pair.tokens.target_of, -1), np.full_like(pair.tokens.draft_vocab_of, -1)
     for token in spellings.keys() & theirs.keys():
-        target_of[spellings[token]], own_of[theirs[token]] = theirs[token], spellings[token]
-    with patch("specdec.translation.pair.map_tokens", lambda *_: TokenMap(target_of, own_of)):
+        target_of[spellings[token]], draft_vocab_of[theirs[token]] = theirs[token], spellings[token]
+    with patch("specdec.cross_vocabulary.pair.map_tokens", lambda *_: TokenMap(target_of, draft_vocab_of)):
         accepted, drafted = await accepted_of_drafted(target, draft, **SAMPLED)
     assert accepted < 0.7 * drafted
 
@@ -109,7 +109,7 @@ async def test_tokens_mapped_by_spelling_would_lose_text_that_is_not_ascii(chara
 async def test_greedy_text_is_that_of_generate(trained: dict[str, Path], target: str, draft: str) -> None:
     alone, tokenizer = TargetAlone(trained[target]), load_tokenizer(trained[target])
     prompts = [tokenizer.encode(text) for text in [*TEXTS, *CORPUS[:6]]]
-    async with translated_stack(trained[target], trained[draft]) as run:
+    async with cross_vocabulary_stack(trained[target], trained[draft]) as run:
         done = await asyncio.gather(
             *(
                 run.stack.generate(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS, gamma=1 + index % 4)
@@ -125,7 +125,7 @@ async def test_greedy_text_is_that_of_generate(trained: dict[str, Path], target:
 async def test_a_seeds_coupled_text_is_that_of_the_target_alone(trained: dict[str, Path], seed: int) -> None:
     prompt = load_tokenizer(trained["pieces"]).encode(TEXTS[1])
     sampled = {"temperature": 1.0, "seed": seed, "max_new_tokens": NUM_TOKENS, "top_p": 0.9}
-    async with translated_stack(trained["pieces"], trained["bytes"]) as run:
+    async with cross_vocabulary_stack(trained["pieces"], trained["bytes"]) as run:
         alone = await run.stack.generate(prompt, mode="off", **sampled)
         drafted = await run.stack.generate(prompt, mode="coupled", gamma=3, **sampled)
         assert drafted.token_ids == alone.token_ids
@@ -133,7 +133,7 @@ async def test_a_seeds_coupled_text_is_that_of_the_target_alone(trained: dict[st
 
 
 def test_the_replica_serves_the_targets_vocabulary(trained: dict[str, Path]) -> None:
-    proposer = TranslatedProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
+    proposer = CrossVocabularyProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
     info, vocabulary = proposer.info(), load_vocabulary(trained["pieces"])
     assert info.vocabulary_fingerprint == vocabulary_fingerprint(vocabulary)
     assert info.vocabulary_size == len(vocabulary)
@@ -145,7 +145,7 @@ def test_the_replica_serves_the_targets_vocabulary(trained: dict[str, Path]) -> 
 
 async def test_the_position_protocol_is_in_the_targets_tokens(trained: dict[str, Path]) -> None:
     committed = load_tokenizer(trained["pieces"]).encode("".join(CORPUS[:6]))
-    proposer = TranslatedProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
+    proposer = CrossVocabularyProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
 
     def asked(tokens: list[int], **where: int) -> ProposeRequest:
         return ProposeRequest(make_round(tokens, **where), 3)
@@ -181,7 +181,7 @@ async def test_the_position_protocol_is_in_the_targets_tokens(trained: dict[str,
 
 async def test_a_session_longer_than_the_drafts_context_gets_no_draft(trained: dict[str, Path]) -> None:
     committed = load_tokenizer(trained["pieces"]).encode("今天 " * 400)
-    proposer = TranslatedProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
+    proposer = CrossVocabularyProposer(load(trained["bytes"]), load_pair(trained["bytes"], trained["pieces"]))
     proposal = await proposer.propose(ProposeRequest(make_round(committed), 3))
     assert not len(proposal.draft_token_ids)
     await proposer.close()
@@ -190,7 +190,7 @@ async def test_a_session_longer_than_the_drafts_context_gets_no_draft(trained: d
 async def test_a_session_in_mid_character_is_drafted_for(trained: dict[str, Path]) -> None:
     for target, draft in (("bytes", "pieces"), ("pieces", "bytes")):
         committed = load_tokenizer(trained[target]).encode("ab 🐎")[:-2]
-        proposer = TranslatedProposer(load(trained[draft]), load_pair(trained[draft], trained[target]))
+        proposer = CrossVocabularyProposer(load(trained[draft]), load_pair(trained[draft], trained[target]))
         await proposer.propose(ProposeRequest(make_round(committed), 3))
         proposer.check_integrity()
         await proposer.close()

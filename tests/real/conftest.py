@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.real_models import gemma3, smollm2
-from specdec.config import cache_directory
+from specdec.artifact_cache import cache_directory
 from tests.support.served_files import Served, serve
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
+from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary
 from specdec.errors import SpecdecError
-from specdec.vocabulary import load_tokenizer, load_vocabulary
 from tests.support.served_files import ODD_TEXTS, Served
 
 NUM_TOKENS = 24

@@ -34,7 +34,7 @@ MIXED_LAYERS = {
 
 
 class CountedCapture:
-    """A `specdec.engine.captured.capture.Capture` that counts what it recorded and what was run again.
+    """A `specdec.engine.cuda_graphs.capture.Capture` that counts what it recorded and what was run again.
 
     Without another one inside, steps are not recorded but called again: all of captured steps but the recording.
     """
@@ -108,7 +108,7 @@ class Tape(TorchDispatchMode):
 
 
 def record_on_tape(step: Callable[[], None]) -> Callable[[], None]:
-    """A `specdec.engine.captured.capture.Capture` for any device."""
+    """A `specdec.engine.cuda_graphs.capture.Capture` for any device."""
     with torch.inference_mode(), Tape() as tape:
         step()
 
@@ -180,11 +180,11 @@ class Pair:
         random.Random(1).shuffle(ids)
         return [tuple(ids[:40]), tuple(ids[40:50]), tuple(ids[50:56]), tuple(ids[56:])]
 
-    def run(self, *slices: SequenceSlice, is_captured: bool = True) -> torch.Tensor:
+    def run(self, *slices: SequenceSlice, uses_cuda_graphs: bool = True) -> torch.Tensor:
         """One step of both, captured or not; the logits must be equal but for rounding."""
         before = self.capture.num_replays
         expected, actual = (worker.execute(StepPlan(slices)) for worker in (self.eager, self.captured))
-        assert self.capture.num_replays - before == is_captured
+        assert self.capture.num_replays - before == uses_cuda_graphs
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, rtol=0, atol=self._atol, equal_nan=True)
         return actual
@@ -197,7 +197,7 @@ def check_ragged_steps(pair: Pair, num_steps: int = 20) -> None:
     sequences = [random_tokens(seed, length + 60) for seed, length in enumerate(done)]
     for tokens, length, table in zip(sequences, done, pair.tables, strict=True):
         if length:
-            pair.run(piece(tokens, 0, length, table, 0), is_captured=length <= max(WIDTHS))
+            pair.run(piece(tokens, 0, length, table, 0), uses_cuda_graphs=length <= max(WIDTHS))
     for _ in range(num_steps):
         chosen = sorted(rng.sample(range(4), rng.randint(1, 4)))
         slices = []

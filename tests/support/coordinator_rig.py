@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
-from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.pool import ReplicaPools
@@ -32,7 +32,7 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.engine.loop.replica import ReplicaOptions
@@ -122,7 +122,7 @@ async def start_service(
 class Coordinator:
     """One coordinator with a client's stub to it."""
 
-    generations: Generations
+    generations: GenerationService
     pools: ReplicaPools
     server: ServiceServer
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
@@ -281,7 +281,7 @@ class Rig:
         history = TokenHistory(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
-        generations = Generations(
+        generations = GenerationService(
             GenerationSettings(
                 **{
                     "coordinator_id": f"c{next(self._ids)}",

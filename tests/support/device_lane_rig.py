@@ -43,12 +43,12 @@ class Replica:
         await self.server.start()
         await self.engine.warm_up()
         self.engine.threads.clear()
-        await self.servicer.open_lanes(1 << 20)
+        await self.servicer.open_unix_sockets(1 << 20)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.worker.let_go()
-        await asyncio.gather(self.server.stop(0), self.servicer.close_lanes(0))
+        await asyncio.gather(self.server.stop(0), self.servicer.close_unix_sockets(0))
         await self.engine.close()
         self.engine.check_integrity()
 
@@ -60,14 +60,14 @@ class Replica:
 @asynccontextmanager
 async def linked(replica: Replica) -> Any:
     link = DraftLink(replica.server.address)
-    tell_lanes(replica, link)
+    announce_unix_sockets(replica, link)
     try:
         yield link
     finally:
         await link.close()
 
 
-def tell_lanes(replica: Replica, link: DraftLink) -> None:
+def announce_unix_sockets(replica: Replica, link: DraftLink) -> None:
     """As whoever polls the replica does."""
     info = replica.servicer.info()
     link.lane, link.device_lane = info.lane, info.device_lane

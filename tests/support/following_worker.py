@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.engine.base import DraftRuns, StepPlan
+from specdec.engine.base import MultiStepDrafts, StepPlan
 from tests.support.table_worker import TableWorker
 
 
-class FollowingWorker(TableWorker):
+class FollowerWorker(TableWorker):
     """Steps that follow one another: their tokens are nobody's business but the drawer's."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.draft_runs = DraftRuns.ANY
+        self.draft_runs = MultiStepDrafts.ANY
         self.runs: list[int] = []
         """Steps of each run."""
 
@@ -39,14 +39,14 @@ class FollowingWorker(TableWorker):
         return True
 
 
-class LikeliestWorker(FollowingWorker):
+class LikeliestWorker(FollowerWorker):
     """The same with each step's likeliest token, and no other."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.draft_runs = DraftRuns.LIKELIEST
+        self.draft_runs = MultiStepDrafts.LIKELIEST
 
-    def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         maxima: list[NDArray[np.float32]] = []
         chosen: list[NDArray[np.int64]] = []
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from specdec.engine.captured import fused_operations as fused
-from specdec.engine.captured.fused_operations import Norm
+from specdec.engine.cuda_graphs import fused_operations as fused
+from specdec.engine.cuda_graphs.fused_operations import Norm
 from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cuda_graphs_rig import Tape
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from specdec.engine.captured import fused_operations, paged_attention, row_products
-from specdec.engine.captured.paged_attention import Splitting
-from specdec.engine.captured.row_products import Tiling, tiling
-from tests.support.captured_rig import Tape
+from specdec.engine.cuda_graphs import fused_operations, paged_attention
+from specdec.engine.cuda_graphs.paged_attention import Splitting
+from specdec.engine.linear import row_products
+from specdec.engine.linear.row_products import Tiling, tiling
 
 _FEW_TILES = fused_operations.Tiling(rows=64, heads=512, numbers=1 << 14)
 _FEW_SPLITS = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
@@ -65,7 +66,7 @@ def _on_tape(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def cheap_recordings() -> Iterator[None]:
     """Within it, steps of one and two sequences are recorded, with our kernels on tapes and in few programs."""
     with few_programs(), kernels_on_tape(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
+        patch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 2))
         yield
 
 

@@ -18,12 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.engine.captured.draft_kernels import advance
-from specdec.engine.captured.fused_kernels import add_and_normalise, gate, rotate_and_store
-from specdec.engine.captured.paged_attention import num_warps
-from specdec.engine.captured.paged_kernels import attend_parts, merge_parts
-from specdec.engine.captured.row_kernels import multiply_rows
-from specdec.engine.captured.row_products import tiling
+from specdec.engine.cuda_graphs.draft_kernels import advance
+from specdec.engine.cuda_graphs.fused_kernels import add_and_normalise, gate, rotate_and_store
+from specdec.engine.cuda_graphs.paged_attention import num_warps
+from specdec.engine.cuda_graphs.paged_kernels import attend_parts, merge_parts
+from specdec.engine.linear.row_kernels import multiply_rows
+from specdec.engine.linear.row_products import tiling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 COUNTS = {"num_rows": "i32", "num_sequences": "i32", "query_stride": "i32", "scratch_block": "i32"}

@@ -48,7 +48,7 @@ class KernelCount(TorchDispatchMode):
 
 
 def counted(counts: list[Counter[str]]) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """A `specdec.engine.captured.capture.Capture` that notes what each step launches."""
+    """A `specdec.engine.cuda_graphs.capture.Capture` that notes what each step launches."""
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         with torch.inference_mode(), KernelCount() as seen:

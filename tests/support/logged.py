@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.learning.log import LearningLog
-from specdec.learning_log import LogFacts, LoggedTurn, read_segment, tenant_folder
+from specdec.learning.log_files import LogFacts, LoggedTurn, read_segment, tenant_folder
 
 
 class CountedLog(LearningLog):

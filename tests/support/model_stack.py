@@ -17,12 +17,12 @@ from typing import Any, Self
 import torch
 
 from coordinator.front.servicer import CoordinatorServicer
-from coordinator.generation.admission import Generations, GenerationSettings
+from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.text.tokenizer import ServedTokenizer
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.client import AsyncClient
@@ -138,7 +138,7 @@ class ModelStack:
         self._ending.push_async_callback(store.close)
         pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, open_link, static_endpoints=endpoints)
         self._ending.push_async_callback(pools.close)
-        generations = Generations(
+        generations = GenerationService(
             GenerationSettings(coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, max_running=256),
             store=store,
             pools=pools,

@@ -17,8 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specdec.token_bytes import byte_level_spelling
-from specdec.translation.pair import load_pair
+from specdec.checkpoints.token_bytes import byte_level_spelling
+from specdec.cross_vocabulary.pair import load_pair
 from tests.support.tiny_models import build_tiny_model
 
 CORPUS = [
@@ -117,7 +117,7 @@ def build_model(tokenizer: Path, directory: Path, **options: object) -> Path:
     return directory
 
 
-def build_translated_copy(target: Path, tokenizer: Path, directory: Path) -> Path:
+def build_cross_vocabulary_copy(target: Path, tokenizer: Path, directory: Path) -> Path:
     """The target's own weights for tokens of another tokenizer: where text is the same, so is what it says.
 
     Rows of tokens in common are the target's; no other token is likely.

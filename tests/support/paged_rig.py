@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.captured.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
 from specdec.types import BLOCK_TOKENS

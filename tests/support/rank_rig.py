@@ -23,16 +23,16 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from tests.support.cuda_graphs_rig import CountedCapture, record_on_tape
 
 from specdec.engine.base import Worker
 from specdec.engine.model.options import Capture, CompileOptions
-from specdec.engine.parallel.follow import follow
+from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_device
 from specdec.errors import SpecdecError
 from specdec.state.kv_tier import KvTier
-from tests.support.captured_rig import CountedCapture, record_on_tape
 from tests.support.interpreted_kernels import cheap_recordings
 from tests.support.tier_rig import space_of
 
@@ -129,7 +129,7 @@ def _load(ranks: RankGroup, wanted: dict[str, Any], capture: Capture) -> tuple[W
         options = dict(wanted.pop("compiling", {}))
         records = options.pop("records", False)
         compiling = CompileOptions(**options, capture=capture if records else None)
-        return load_rank(RankModel(**wanted, compiling=compiling), ranks, Lifeline({})), told
+        return load_rank(RankModel(**wanted, compiling=compiling), ranks, RankHeartbeat({})), told
 
 
 class _Listening(logging.Handler):

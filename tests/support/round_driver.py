@@ -17,7 +17,7 @@ from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.reference import chain_hash
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.engines import DraftEngine, TargetEngine
+from specdec.engine_api import DraftEngine, TargetEngine
 from specdec.errors import KvMiss
 from specdec.types import (
     DrawRule,

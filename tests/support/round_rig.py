@@ -15,9 +15,9 @@ from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_calls import DraftCalls
-from coordinator.round.draft_clock import DraftClock
-from coordinator.round.draft_source import ModelDrafts
-from coordinator.round.gamma import GammaChooser, PoolRecord, RoundTimes
+from coordinator.round.draft_deadline import DraftDeadline
+from coordinator.round.draft_source import ReplicaDraftSource
+from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
 from coordinator.round.runner import RoundOutcome, RoundRunner, RoundSetting
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.target_calls import TargetCalls
@@ -78,7 +78,7 @@ class NotedGamma(GammaChooser):
     """What the request's chooser is told of its rounds."""
 
     def __init__(self, gamma: int) -> None:
-        super().__init__(PoolRecord(), fixed=gamma, max_gamma=16)
+        super().__init__(DraftPoolStats(), fixed=gamma, max_gamma=16)
         self.told: list[RoundTimes] = []
 
     def observe(self, times: RoundTimes) -> None:
@@ -86,7 +86,7 @@ class NotedGamma(GammaChooser):
         super().observe(times)
 
 
-class NotedClock(DraftClock):
+class NotedClock(DraftDeadline):
     """What the pool's clock is asked and told."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Rounds:
         self.gamma = NotedGamma(gamma)
         self.draft_clock = NotedClock()
         calls = SessionCalls(setting, self.tokens, self.replicas)
-        drafts = ModelDrafts("default", self.gamma, DraftCalls(setting, self.replicas, calls, self.draft_clock))
+        drafts = ReplicaDraftSource("default", self.gamma, DraftCalls(setting, self.replicas, calls, self.draft_clock))
         target_calls = TargetCalls(setting, self.replicas, calls)
         self._runner = RoundRunner(setting, self.tokens, self.replicas, drafts, target_calls)
         self._num_run = 0

@@ -27,7 +27,7 @@ from typing import IO, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.processes import free_ports
+from specdec.supervision.processes import free_ports
 from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines

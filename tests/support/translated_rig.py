@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from draft_service.proposer import DraftOptions
-from draft_service.translated_proposer import TranslatedProposer
+from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.translation.pair import TokenizerPair, load_pair
 from specdec.types import Proposal, ProposeRequest
 from tests.support.model_stack import ModelStack
 
 
 @dataclass
-class Translated:
+class CrossVocabulary:
     """The services, and every draft that was proposed."""
 
     stack: ModelStack
@@ -41,14 +41,14 @@ def load(checkpoint: Path, num_kv_blocks: int = 256) -> Worker:
 
 
 @asynccontextmanager
-async def translated_stack(
+async def cross_vocabulary_stack(
     target: Path,
     draft: Path,
     *,
     pair: TokenizerPair | None = None,
-    proposer_type: type[TranslatedProposer] = TranslatedProposer,
+    proposer_type: type[CrossVocabularyProposer] = CrossVocabularyProposer,
     **options: Any,
-) -> AsyncIterator[Translated]:
+) -> AsyncIterator[CrossVocabulary]:
     """Runs them.
 
     Args:
@@ -73,4 +73,4 @@ async def translated_stack(
 
     stack = ModelStack(target, load(target), {"default": load(draft)}, proposer_type=Noted, **options)
     async with stack:
-        yield Translated(stack, proposals)
+        yield CrossVocabulary(stack, proposals)

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from specdec import devices
-from specdec.devices import require_device, require_gpu_each
 from specdec.errors import InvalidRequest
+from specdec.settings import devices
+from specdec.settings.devices import require_device, require_gpu_each
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,8 @@ def test_as_many_gpus_as_ranks_pass_and_so_do_ranks_on_the_cpu(
 
 def test_gpus_are_counted_as_torch_counts_them() -> None:
     program = (
-        "import torch; from specdec.devices import num_gpus; print(num_gpus() in (None, torch.cuda.device_count()))"
+        "import torch; from specdec.settings.devices import num_gpus; "
+        "print(num_gpus() in (None, torch.cuda.device_count()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

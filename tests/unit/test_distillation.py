@@ -13,9 +13,9 @@ import torch
 from specdec.errors import InvalidRequest, VocabularyMismatch
 from specdec.learning.distillation import acceptance, divergence
 from specdec.learning.learner import Learner
+from specdec.learning.log_files import LogFacts, LoggedTurn, encode_segment
 from specdec.learning.samples import Batch, Samples, batches_of
 from specdec.learning.training import TrainingPlan, train
-from specdec.learning_log import LogFacts, LoggedTurn, encode_segment
 from specdec.types import WEIGHT_TOTAL
 
 FACTS = LogFacts("target", "words", 50)

@@ -18,7 +18,7 @@ from specdec.learning.distillation import divergence
 from specdec.learning.heads import Head
 from specdec.learning.learner import ExitAdapter
 from specdec.learning.samples import ROW_TOKENS, Batch
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import (
     as_speculators,
     as_vllm_medusa,

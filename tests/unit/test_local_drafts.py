@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.local_drafts import LocalDraftSpec, is_local_draft, parse_local_draft, parse_local_drafts
+from specdec.settings.draft_specs import LocalDraftSpec, is_local_draft, parse_local_draft, parse_local_drafts
 
 
 @pytest.mark.parametrize(

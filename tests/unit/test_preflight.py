@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from transformers.models.auto import modeling_auto
 
-from specdec import preflight
+from specdec.checkpoints import preflight
+from specdec.checkpoints.preflight import require_servable
+from specdec.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
-from specdec.preflight import require_servable, require_servable_pair
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -150,7 +151,7 @@ def test_a_service_refuses_an_encoder_before_it_loads_torch(checkpoint: Path, tm
 def test_looking_at_a_pair_loads_no_torch(checkpoint: Path) -> None:
     program = f"""
         import sys
-        from specdec.preflight import require_servable_pair
+        from specdec.cross_vocabulary.pair_preflight import require_servable_pair
         require_servable_pair({{"--target": {str(checkpoint)!r}, "--draft": {str(checkpoint)!r}}})
         print("torch" in sys.modules)
     """

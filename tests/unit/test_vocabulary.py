@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec.checkpoint import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
 from specdec.errors import InvalidRequest
-from specdec.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -57,7 +57,7 @@ def test_a_path_that_is_not_there_is_refused_in_one_sentence_without_asking_the_
 
 def test_a_hub_id_is_refused_in_one_sentence_when_the_hub_may_not_be_asked() -> None:
     program = (
-        "from specdec.checkpoint import locate_checkpoint\n"
+        "from specdec.checkpoints.locate import locate_checkpoint\n"
         "from specdec.errors import InvalidRequest\n"
         "try: locate_checkpoint('nobody/nothing')\n"
         "except InvalidRequest as error: print(error.message)\n"
@@ -90,7 +90,7 @@ def test_the_model_fingerprint_follows_weights_and_configuration(checkpoint: Pat
 
 def test_reading_a_vocabulary_loads_no_torch(checkpoint: Path) -> None:
     program = (
-        "import sys\nfrom specdec.vocabulary import load_vocabulary\n"
+        "import sys\nfrom specdec.checkpoints.vocabulary import load_vocabulary\n"
         f"load_vocabulary({str(checkpoint)!r})\nprint('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.numpy import save_file
 
+from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
 from specdec.errors import InvalidRequest
-from specdec.weight_files import require_whole_gguf, require_whole_weights
 
 TENSORS = {"a": np.ones((3, 5), np.float32), "b": np.ones((7,), np.float16)}
 MODEL = "some/model"

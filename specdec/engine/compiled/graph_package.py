@@ -3,7 +3,7 @@
 A package is one row count of one model for one kind of processor: machine code with the weights in it, laid out as its
 kernels read them. Packages are named by a digest of all that they depend on, so nothing is ever stale; a directory may
 be shared by processes, and emptied at any time. One that is damaged or that others could have written is compiled again
-(`engine.kept_files`), and those unused for longest go when all of them take too much room. Not here: which row counts,
+(`artifact_cache`), and those unused for longest go when all of them take too much room. Not here: which row counts,
 and what runs eagerly (`engine.compiled.steps`).
 """
 
@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.engine import kept_files
+from specdec import artifact_cache
 from specdec.engine.compiled import step_graph
 from specdec.engine.compiled.step_graph import StepGraph
 from specdec.engine.model import int8_projection
@@ -96,16 +96,16 @@ class PackageStore:
         """
         self._directory = directory
         try:
-            kept_files.make_folder(directory)
+            artifact_cache.make_folder(directory)
         except OSError as error:
             raise _unkept(directory, error) from error
 
     def load(self, key: PackageKey, num_rows: int) -> StepFunction | None:
         """The package, or None where there is none that is whole and that nobody else can have written."""
         path = self._path(key, num_rows)
-        if not kept_files.is_usable(path):
+        if not artifact_cache.is_usable(path):
             return None
-        kept_files.note_use(path)
+        artifact_cache.note_use(path)
         return _PackagedStep(path)
 
     def build(self, key: PackageKey, num_rows: int, graph: StepGraph, cache: KvCache) -> StepFunction:
@@ -123,9 +123,9 @@ class PackageStore:
                 package = Path(scratch) / path.name
                 inputs = example_inputs(num_rows, graph.num_kinds, cache)
                 _compile(graph, inputs, package, is_tuned=key.is_tuned)
-                kept_files.keep(package, path)
+                artifact_cache.keep(package, path)
         step = _PackagedStep(path)
-        kept_files.prune(self._directory, "*.pt2", max_bytes=MAX_KEPT_BYTES)
+        artifact_cache.prune(self._directory, "*.pt2", max_bytes=MAX_KEPT_BYTES)
         return step
 
     @contextlib.contextmanager

@@ -101,16 +101,16 @@ class Draft:
 class Drawing:
     """Turns logit rows into draft tokens. Device thread only."""
 
-    def __init__(self, *, s_max: int, coverage: float, num_likeliest: int = 0) -> None:
+    def __init__(self, *, s_max: int, coverage: float, top_n: int = 0) -> None:
         """
         Args:
             s_max: most entries of a support.
             coverage: share of the distribution a support covers.
-            num_likeliest: how many of the likeliest tokens a draft notes at each position.
+            top_n: how many of the likeliest tokens a draft notes at each position.
         """
         self.s_max = s_max
         self.coverage = coverage
-        self._num_likeliest = num_likeliest
+        self._top_n = top_n
         self._draw = {
             RowKind.GREEDY: self._draw_greedy,
             RowKind.COUPLED: self._draw_coupled,
@@ -130,11 +130,11 @@ class Drawing:
             logits: a row a job.
             is_noted: whether the drafts note the likeliest tokens.
         """
-        num_likeliest = self._num_likeliest if is_noted else 0
+        top_n = self._top_n if is_noted else 0
         for kind, drawn_by, rows in _batches(jobs, logits.num_tokens):
             for job in drawn_by:
                 job.progress = job.progress or Draft()
-            token_ids = self._draw[kind](drawn_by, logits.select(rows), num_likeliest)
+            token_ids = self._draw[kind](drawn_by, logits.select(rows), top_n)
             for job, token_id in zip(drawn_by, token_ids, strict=True):
                 draft, request = job.progress, job.call.request
                 if isinstance(request, ScoreRequest):
@@ -152,49 +152,47 @@ class Drawing:
         guesses: dict[Job, list[int]] = {}
         for kind, guessed_for, rows in _batches(jobs, logits.num_tokens):
             scores = self._guess[kind](guessed_for, logits.select(rows).values)
-            guesses.update(zip(guessed_for, _likeliest(scores, self._num_likeliest), strict=True))
+            guesses.update(zip(guessed_for, _top(scores, self._top_n), strict=True))
         return [guesses[job] for job in jobs]
 
     def cut(self, distributions: torch.Tensor) -> Sequence[tuple[Support, float]]:
         """What drafts are drawn from, of distributions (float64 [R, V]): supports, each with the mass outside it."""
         return cut_supports(distributions, self.s_max, self.coverage)
 
-    def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
-        if num_likeliest:
-            _note(jobs, _likeliest(_greedy_scores(jobs, logits.values), num_likeliest))
+    def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, top_n: int) -> list[int]:
+        if top_n:
+            _note(jobs, _top(_greedy_scores(jobs, logits.values), top_n))
         return greedy_choices(logits, [context_of(job) for job in jobs])
 
-    def _draw_coupled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
+    def _draw_coupled(self, jobs: Sequence[Job], logits: StepLogits, top_n: int) -> list[int]:
         token_ids: list[int]
-        if num_likeliest:
+        if top_n:
             scores = _coupled_scores(jobs, logits.values)
-            _note(jobs, _likeliest(scores, num_likeliest))
+            _note(jobs, _top(scores, top_n))
             token_ids = scores.argmax(dim=-1).tolist()
         else:
             token_ids, _ = coupled_choices(*_coupled_rows(jobs, logits.values))
         return token_ids
 
-    def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, num_likeliest: int) -> list[int]:
+    def _draw_sampled(self, jobs: Sequence[Job], logits: StepLogits, top_n: int) -> list[int]:
         distributions = filtered_distributions(logits.values, [context_of(job) for job in jobs])
-        return self.draw_from_cuts(jobs, self.cut(distributions), num_likeliest)
+        return self.draw_from_cuts(jobs, self.cut(distributions), top_n)
 
-    def draw_from_cuts(
-        self, jobs: Sequence[Job], cuts: Sequence[tuple[Support, float]], num_likeliest: int
-    ) -> list[int]:
+    def draw_from_cuts(self, jobs: Sequence[Job], cuts: Sequence[tuple[Support, float]], top_n: int) -> list[int]:
         """Draws a token a job from its support, and adds all but the token to the draft in `job.progress`.
 
         Args:
             jobs: of rounds whose distributions travel.
             cuts: as from `cut`.
-            num_likeliest: how many of the likeliest tokens the drafts note; 0: none.
+            top_n: how many of the likeliest tokens the drafts note; 0: none.
         """
         token_ids = []
         for job, (support, lost_mass) in zip(jobs, cuts, strict=True):
             token_ids.append(draw_from_support(support, draw_key_of(job), len(job.progress.token_ids)))
             job.progress.supports.append(support)
             job.progress.lost_mass.append(lost_mass)
-            if num_likeliest:
-                best = np.argsort(support.weights, kind="stable")[: -num_likeliest - 1 : -1]
+            if top_n:
+                best = np.argsort(support.weights, kind="stable")[: -top_n - 1 : -1]
                 job.progress.likeliest.append(support.token_ids[best].tolist())
         return token_ids
 
@@ -241,7 +239,7 @@ def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
     return distributions.log_()
 
 
-def _likeliest(scores: torch.Tensor, num: int) -> list[list[int]]:
+def _top(scores: torch.Tensor, num: int) -> list[list[int]]:
     """Ids of the highest scores of each row, best first; impossible tokens are left out.
 
     Which of equal scores come first is not defined: these are guesses, and every draft step waits for them.

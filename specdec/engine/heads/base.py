@@ -41,10 +41,10 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specdec.engine.linear.projection import Projection
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import LayerShape
-from specdec.engine.model.projection import Projection
 
 #: Attends in one of the head's layers: (index into `kv_layers`, query [T, heads, key_dim], KV rows [T, row_width] of
 #: the T tokens, scale) -> [T, heads, value_dim]. Stores the rows in the tokens' slots first. A row holds the keys of

@@ -19,12 +19,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.heads.draft_vocabulary import DraftVocabulary
 from specdec.engine.heads.eagle3_format import Eagle3Format, read_format
+from specdec.engine.heads.first_position_mask import MARK, UNSEEN, attend_after_first, marked_shape
 from specdec.engine.heads.head_file import HeadFile, refusal
-from specdec.engine.heads.unseen_first import MARK, UNSEEN, attend_after_first, marked_shape
+from specdec.engine.linear.projection import Projection
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.feature_layer import FeatureLayer, Weights
 from specdec.engine.model.kv_cache import LayerShape
-from specdec.engine.model.projection import Projection
 
 
 class Eagle3(DraftHead):

@@ -14,7 +14,7 @@ from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.heads.medusa import Medusa
 from specdec.engine.heads.mtp import load_mtp
 from specdec.errors import Unsupported
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 
 #: Those whose weights lie in a file of their own.
 _OF_FILE: dict[str, Callable[[HeadFile, TargetParts], DraftHead]] = {"eagle3": Eagle3, "medusa": Medusa}

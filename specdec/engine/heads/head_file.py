@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from specdec.checkpoint import locate_checkpoint
+from specdec.checkpoints.locate import locate_checkpoint
 from specdec.engine.heads.base import TargetParts
 from specdec.errors import InvalidRequest, SpecdecError
 

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.heads.draft_vocabulary import DraftVocabulary
 from specdec.engine.heads.head_file import HeadFile, refusal
-from specdec.engine.model.projection import Projection
+from specdec.engine.linear.projection import Projection
 
 _PREFIXES = re.compile(r"^(?:medusa_heads?|base_model\.medusa_head)\.")
 _ORIGINAL = re.compile(r"(\d+)\.(\d+)\.linear\.weight")

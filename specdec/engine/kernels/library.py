@@ -2,7 +2,7 @@
 
 What is compiled here is kept in a cache directory under a digest of all sources, the compiler and the processor, so
 that only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A
-kept library that is damaged or that others could have written is compiled again (`engine.kept_files`). Nothing of the
+kept library that is damaged or that others could have written is compiled again (`artifact_cache`). Nothing of the
 models is known here. Called by `specdec.engine.loader`; what is loaded then serves
 `specdec.engine.logits.kernel_choices` too.
 """
@@ -17,7 +17,7 @@ import platform
 import tempfile
 from pathlib import Path
 
-from specdec.engine import kept_files
+from specdec import artifact_cache
 from specdec.engine.kernels.compiler import compile_library, compiler_version, find_compiler, source_digest
 from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from specdec.errors import Unsupported
@@ -67,7 +67,7 @@ def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
         compile_library(compiler, _ARCHITECTURE, built)
         if kept is not None:
             with contextlib.suppress(OSError):
-                kept_files.keep(built, kept)
+                artifact_cache.keep(built, kept)
             # Some machines execute nothing that lies among the temporary files.
             if library := _load_kept(kept):
                 return library
@@ -77,7 +77,7 @@ def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
 def _load_kept(path: Path) -> ctypes.CDLL | None:
     """The library, or None where there is none that is whole, that nobody else can have written, and that may run."""
     try:
-        return _load(path) if kept_files.is_usable(path) else None
+        return _load(path) if artifact_cache.is_usable(path) else None
     except OSError:
         return None
 
@@ -90,8 +90,8 @@ def _load(path: Path) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.specdec_coupled_choices.argtypes = [pointer, number, number, pointer, pointer, ctypes.c_int]
     library.specdec_coupled_choices.restype = None
-    library.specdec_likeliest.argtypes = [pointer, number, number, number, pointer, pointer]
-    library.specdec_likeliest.restype = None
+    library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]
+    library.specdec_argmax.restype = None
     for steps in (library.specdec_step, library.specdec_run, library.specdec_draft):
         steps.restype = None  # their arguments are `runner`'s structures
     _loaded.append(library)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.engine import kept_files
+from specdec import artifact_cache
 from specdec.engine.kernels.compiler import compile_library, find_compiler, source_digest
 
 _DIRECTORY = Path(__file__).with_name("prebuilt")
@@ -63,7 +63,7 @@ def prebuild(directory: Path) -> list[Path]:
         for kind in _KINDS.get(platform.machine(), ()):
             compile_library(compiler, kind.architecture, built)
             paths.append(directory / kind.file_name)
-            kept_files.keep(built, paths[-1])
+            artifact_cache.keep(built, paths[-1])
     return paths
 
 
@@ -73,7 +73,7 @@ def prebuilt_libraries(directory: Path = _DIRECTORY) -> Iterator[Path]:
         return
     features = _processor_features()
     for kind in _KINDS.get(platform.machine(), ()):
-        if kind.features <= features and kept_files.is_usable(path := directory / kind.file_name):
+        if kind.features <= features and artifact_cache.is_usable(path := directory / kind.file_name):
             yield path
 
 

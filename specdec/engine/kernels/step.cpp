@@ -73,7 +73,7 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
 }
 
 // Rows of logits that begin `stride` apart: the likeliest token of each, and its logit.
-void specdec_likeliest(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t* token_ids,
+void specdec_argmax(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t* token_ids,
                        float* maxima) {
     for (int64_t row = 0; row < num_rows; ++row) {
         token_ids[row] = likeliest(logits + row * stride, num_tokens);
@@ -93,7 +93,7 @@ void specdec_run(const Model* model, const Batch* batch, const Run* run, int num
             step.token_ids = chosen - step.sequences;
         }
         specdec_step(model, &step, num_threads);
-        specdec_likeliest(step.logits, step.sequences, padded(model->head.outputs), run->num_tokens, chosen,
+        specdec_argmax(step.logits, step.sequences, padded(model->head.outputs), run->num_tokens, chosen,
                           run->logits + index * step.sequences);
     }
 }

@@ -84,7 +84,7 @@ def greedy_choices(logits: StepLogits, contexts: Sequence[FilterContext]) -> lis
         contexts: R contexts; temperature, top-k, top-p and min-p cannot change the answer and are not looked at.
     """
     touched = [row for row, context in enumerate(contexts) if context.changes_logits]
-    choices = list(logits.likeliest_ids)
+    choices = list(logits.top_ids)
     if touched:
         scores = logits.select(touched).values.to(torch.float64)  # [N, V]
         _process_logits(scores, [contexts[row] for row in touched])

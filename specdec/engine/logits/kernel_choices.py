@@ -27,7 +27,7 @@ def likeliest(logits: torch.Tensor) -> tuple[list[int], list[float]] | None:
     if library is None or not num_tokens or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return None
     token_ids, maxima = (ctypes.c_int64 * num_rows)(), (ctypes.c_float * num_rows)()
-    library.specdec_likeliest(logits.data_ptr(), num_rows, logits.stride(0), num_tokens, token_ids, maxima)
+    library.specdec_argmax(logits.data_ptr(), num_rows, logits.stride(0), num_tokens, token_ids, maxima)
     return token_ids[:], maxima[:]
 
 

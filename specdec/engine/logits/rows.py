@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
-from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_likeliest
+from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_top
 from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.filters import likeliest, row_and_column
 from specdec.engine.logits.transfer import to_device, to_host
@@ -64,13 +64,13 @@ def cut_supports(
     candidates = likeliest(distributions, first, floor=0.0)
     masses, ids = to_host(*candidates)  # [R, first]
     short = np.flatnonzero(masses.sum(axis=-1) < coverage) if first < s_max else np.empty(0, dtype=np.int64)
-    supports = [support_of_likeliest(ids[row], masses[row], coverage) for row in range(len(masses))]
+    supports = [support_of_top(ids[row], masses[row], coverage) for row in range(len(masses))]
     if len(short):
         masses, ids = to_host(
             *likeliest(distributions[to_device(short, distributions.device, torch.int64)], s_max, floor=0.0)
         )
         for index, row in enumerate(short):
-            supports[row] = support_of_likeliest(ids[index], masses[index], coverage)
+            supports[row] = support_of_top(ids[index], masses[index], coverage)
     return supports
 
 

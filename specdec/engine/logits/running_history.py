@@ -4,7 +4,7 @@ What the histories hold when the run begins is sent to the device once, and each
 drawn. Every number is what `filters.processed_logits` makes of the same history, bit for bit: the same operations on
 float64 in the same order, in all columns where that one picks some.
 
-Not here: distributions, which step runs. Called by `specdec.engine.drafting.device_run`.
+Not here: distributions, which step runs. Called by `specdec.engine.drafting.device_multi_step`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from specdec.engine.logits.transfer import to_device, to_host
 class StepLogits:
     """Rows of logits. Nobody writes into them."""
 
-    def __init__(self, values: torch.Tensor, likeliest_ids: list[int], maxima: list[float]) -> None:
+    def __init__(self, values: torch.Tensor, top_ids: list[int], maxima: list[float]) -> None:
         self.values = values
         """float32 [R, V]"""
-        self.likeliest_ids = likeliest_ids
+        self.top_ids = top_ids
         """R ids; ties go to the lower one, and a NaN counts as larger than anything."""
         self._maxima = maxima
 
@@ -38,11 +38,11 @@ class StepLogits:
             array = values.numpy()  # whose argmax takes an eighth of the time of PyTorch's
             ids: list[int] = array.argmax(axis=-1).tolist()
             return cls(values, ids, [float(row[token_id]) for row, token_id in zip(array, ids, strict=True)])
-        maxima, likeliest_ids = (column.tolist() for column in to_host(*values.max(dim=-1)))
-        return cls(values, likeliest_ids, maxima)
+        maxima, top_ids = (column.tolist() for column in to_host(*values.max(dim=-1)))
+        return cls(values, top_ids, maxima)
 
     def __len__(self) -> int:
-        return len(self.likeliest_ids)
+        return len(self.top_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -59,4 +59,4 @@ class StepLogits:
         if len(rows) == len(self):
             return self
         values = self.values.index_select(0, to_device(rows, self.values.device, torch.int64))
-        return StepLogits(values, [self.likeliest_ids[row] for row in rows], [self._maxima[row] for row in rows])
+        return StepLogits(values, [self.top_ids[row] for row in rows], [self._maxima[row] for row in rows])

@@ -37,15 +37,15 @@ import torch
 
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
-from specdec.engine.loop.ahead import Ahead, Branch
-from specdec.engine.loop.background import Background
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
+from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job, Program
-from specdec.engine.loop.offers import Offers
-from specdec.engine.loop.restores import Restores
+from specdec.engine.loop.preemptible_calls import PreemptibleCalls
 from specdec.engine.loop.steps import StepRunner
+from specdec.engine.loop.tier_restorer import TierRestorer
+from specdec.engine.loop.tier_writer import TierWriter
 from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Scheduler
@@ -91,7 +91,7 @@ class EngineLoop:
         prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S,
         pin_ttl_s: float = DEFAULT_PIN_TTL_S,
         clock: Callable[[], float] = time.monotonic,
-        ahead: Ahead | None = None,
+        ahead: IdleDrafting | None = None,
         observer: StepObserver | None = None,
         tier: ColdTier | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class EngineLoop:
         `observer` is told of every step, branches' too; steps are timed by `clock`. `tier` is offered runs of KV
         blocks, and asked for those that a call lacks.
         """
-        self._ahead = ahead or Ahead()
+        self._idle_drafting = ahead or IdleDrafting()
         self._clock = clock
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
@@ -109,13 +109,13 @@ class EngineLoop:
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._awaited = AwaitedSessions()
-        self._background = Background(self._calls)
+        self._preemptible_calls = PreemptibleCalls(self._calls)
         self._publish = self._sessions.publish
-        self._restores: Restores | None = None
+        self._tier_restorer: TierRestorer | None = None
         if tier is not None:
             tier = worker.divided(tier)
-            self._publish = Offers(tier, worker, self._sessions).publish
-            self._restores = Restores(
+            self._publish = TierWriter(tier, worker, self._sessions).publish
+            self._tier_restorer = TierRestorer(
                 tier, worker, self._calls, scheduler=self._scheduler, inbox=self._inbox, clock=clock
             )
         self._steps = StepRunner(
@@ -160,7 +160,7 @@ class EngineLoop:
             self._inbox.post(abandon, even_closed=True)
             raise
         finally:
-            if call.yields and not call.keeps_session:
+            if call.preemptible and not call.keeps_session:
                 self._inbox.post(functools.partial(self._calls.release, call.position.session_id), even_closed=True)
 
     async def release(self, session_ids: list[str]) -> None:
@@ -283,27 +283,27 @@ class EngineLoop:
             while (commands := self._inbox.take(self._patience_s(), may_end=not self._calls.jobs)) is not None:
                 for command in commands:
                     command()
-                self._background.give_way()
+                self._preemptible_calls.preempt()
                 begun = self._calls.start_waiting()
-                if self._restores is not None:
-                    self._restores.turn([job for job in begun if not job.call.yields])
+                if self._tier_restorer is not None:
+                    self._tier_restorer.turn([job for job in begun if not job.call.preemptible])
                 if self._calls.running:
                     for job in self._steps.run(self._awaited):
                         if job.answer is not None:
                             self._finish(job)
                 elif self._outbox.is_empty:  # answers leave first
-                    self._steps.run_ahead(self._ahead)
+                    self._steps.run_ahead(self._idle_drafting)
                 self._watchdog.note_turn()
                 self._outbox.deliver()
 
     def _patience_s(self) -> float | None:
         """How long the thread may sleep until something is asked of it; None: as long as that takes."""
-        if self._calls.may_run or self._ahead.has_work():
+        if self._calls.may_run or self._idle_drafting.has_work():
             return 0.0
         pin_end_s = self._calls.pin_end_s
         wake_s = float("inf") if pin_end_s is None else pin_end_s
-        if self._restores is not None:
-            wake_s = min(wake_s, self._restores.end_s)
+        if self._tier_restorer is not None:
+            wake_s = min(wake_s, self._tier_restorer.end_s)
         if wake_s == float("inf"):
             return None
         self._wakes_at_s = wake_s
@@ -334,8 +334,8 @@ class EngineLoop:
             return
         sequence: Sequence | None = None
         try:
-            if call.yields:
-                self._background.require_idle(call, self._awaited.count(arrival_s))
+            if call.preemptible:
+                self._preemptible_calls.require_idle(call, self._awaited.count(arrival_s))
             sequence = self._calls.admit(call, waiter)
             if sequence is not None:
                 self._begin(call, waiter, arrival_s, sequence)
@@ -354,7 +354,7 @@ class EngineLoop:
     def _begin(self, call: Call, waiter: Waiter, arrival_s: float, sequence: Sequence) -> None:
         """Aligns an admitted call, or takes over the branch that assumed it."""
         knows_start = self._sessions.knows_start(sequence, call.position)
-        branch = self._ahead.take(sequence, call) if knows_start else None
+        branch = self._idle_drafting.take(sequence, call) if knows_start else None
         if branch is None:
             self._sessions.align(sequence, call.position, call.draft_token_ids)
         else:
@@ -369,7 +369,7 @@ class EngineLoop:
         """Goes on from a branch that assumed the job's call; often it is answered by that."""
         committed_len = job.call.position.committed_len
         job.num_cached_tokens = committed_len
-        self._ahead.resume(job, branch)
+        self._idle_drafting.resume(job, branch)
         self._publish(job.sequence, committed_len)
         if job.answer is not None:
             self._finish(job)
@@ -377,10 +377,10 @@ class EngineLoop:
     def _finish(self, job: Job) -> None:
         """Stores a job's answer and sends it."""
         self._calls.finish(job, job.answer)
-        if job.call.yields:
+        if job.call.preemptible:
             return
         self._awaited.note_answered(job.sequence.session_id, self._clock())
-        self._ahead.note_answered(job)
+        self._idle_drafting.note_answered(job)
 
     def _release(self, session_ids: tuple[str, ...], waiter: Waiter) -> None:
         for session_id in session_ids:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
@@ -186,7 +186,7 @@ def split_non_finite(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], 
     return kept, non_finite, read.select(rows)
 
 
-class DraftRun(Protocol):
+class MultiStepDraft(Protocol):
     """Draft tokens of several steps in a row, drawn where the logits are; read once, at the end."""
 
     num_steps: int
@@ -223,7 +223,7 @@ class Program(Protocol):
         """
         ...
 
-    def draft_run(self, jobs: collections.abc.Sequence[Job], kind: DraftRuns) -> DraftRun | None:
+    def multi_step_draft(self, jobs: collections.abc.Sequence[Job], kind: MultiStepDrafts) -> MultiStepDraft | None:
         """How the next tokens of jobs can be drawn in steps that follow one another; None: not so, or it is only one.
 
         Args:

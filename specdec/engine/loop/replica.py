@@ -16,8 +16,8 @@ import numpy as np
 import specdec
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.cold_tier import RUN_BLOCKS, ColdTier
-from specdec.engine.loop.ahead import Ahead
 from specdec.engine.loop.device_loop import EngineLoop
+from specdec.engine.loop.idle_drafting import IdleDrafting
 from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
@@ -66,7 +66,7 @@ class ReplicaEngine:
         worker: Worker,
         program: Program,
         options: ReplicaOptions,
-        ahead: Ahead | None = None,
+        ahead: IdleDrafting | None = None,
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -16,12 +16,12 @@ import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
-from specdec.engine.base import DraftRuns, StepObserver, StepPlan, Worker
-from specdec.engine.loop.ahead import Ahead
+from specdec.engine.base import MultiStepDrafts, StepObserver, StepPlan, Worker
 from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.draft_steps import DraftSteps
-from specdec.engine.loop.job import DraftRun, Job, Program, slice_of, split_non_finite
+from specdec.engine.loop.idle_drafting import IdleDrafting
+from specdec.engine.loop.job import Job, MultiStepDraft, Program, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog, load_of
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler, StepChunk
@@ -88,7 +88,7 @@ class StepRunner:
         began_s = self._clock()
         running = [job for job in self._calls.running if not job.local_draft]
         # Whoever comes while a yielding call runs must find a short step: it counts as somebody who is expected.
-        num_awaited = awaited.count(began_s) + any(job.call.yields for job in running[:1])
+        num_awaited = awaited.count(began_s) + any(job.call.preemptible for job in running[:1])
         chunks = self._scheduler.plan_chunks(running, num_awaited=num_awaited)
         jobs = [running[chunk.job_index] for chunk in chunks]
         try:
@@ -109,7 +109,7 @@ class StepRunner:
             self._report(len(chunks), len(chunks), step_s)
         return jobs
 
-    def run_ahead(self, ahead: Ahead) -> None:
+    def run_ahead(self, ahead: IdleDrafting) -> None:
         """Runs one step of branches. If it crashes they all end: they wrote to no block that a session owns.
 
         Raises:
@@ -141,7 +141,7 @@ class StepRunner:
             for job, chunk in zip(jobs, chunks, strict=True)
         )
         self.watchdog.plan = plan = StepPlan(slices)
-        run = self._draft_run(jobs, chunks, plan, num_awaited)
+        run = self._multi_step_draft(jobs, chunks, plan, num_awaited)
         if run is not None and not run.run_on(self._worker, plan):
             run = None
         logits = self._worker.execute(plan) if run is None else None
@@ -164,26 +164,28 @@ class StepRunner:
             self._publish(job.sequence, job.call.position.committed_len)
         return 1 if run is None else run.num_steps
 
-    def _draft_run(self, jobs: list[Job], chunks: list[StepChunk], plan: StepPlan, num_awaited: int) -> DraftRun | None:
+    def _multi_step_draft(
+        self, jobs: list[Job], chunks: list[StepChunk], plan: StepPlan, num_awaited: int
+    ) -> MultiStepDraft | None:
         """How several steps can be run at once; only where nobody waits for the end of the first, nor most will."""
         kind = self._worker.draft_runs
-        if kind is DraftRuns.NONE or len(jobs) < len(self._calls.running) or len(jobs) < num_awaited:
+        if kind is MultiStepDrafts.NONE or len(jobs) < len(self._calls.running) or len(jobs) < num_awaited:
             return None
         for job, chunk in zip(jobs, chunks, strict=True):
             if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1:
                 return None
         first = load_of(plan)
-        if kind is DraftRuns.LIKELIEST and first.num_prefill_tokens:
+        if kind is MultiStepDrafts.LIKELIEST and first.num_prefill_tokens:
             return None  # it gains nothing, and hides from the scheduler what prompts take
-        run = self._program.draft_run(jobs, kind)
-        if run is None or kind is DraftRuns.ANY:
+        run = self._program.multi_step_draft(jobs, kind)
+        if run is None or kind is MultiStepDrafts.ANY:
             return run
         further = first._replace(num_tokens=len(jobs))
         run_s = self._scheduler.predict_step_s(first)
         run_s += (run.num_steps - 1) * self._scheduler.predict_step_s(further)
         return run if run_s <= LONGEST_HOST_RUN_S else None
 
-    def _take_drafts(self, run: DraftRun, jobs: list[Job]) -> list[Job]:
+    def _take_drafts(self, run: MultiStepDraft, jobs: list[Job]) -> list[Job]:
         """Gives jobs what a run drew for them; returns those whose passes were good."""
         going: Many[Job] = jobs
         failed: list[Job] = []

@@ -17,11 +17,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from specdec.checkpoint import checkpoint_fingerprint, require_plain_weights
+from specdec.checkpoints.locate import checkpoint_fingerprint, require_plain_weights
+from specdec.checkpoints.vocabulary import vocabulary_fingerprint, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
-from specdec.vocabulary import vocabulary_fingerprint, vocabulary_size
 
 #: As what a model may be served; they are part of its fingerprint.
 SERVED_DTYPES = ("float32", "bfloat16", "float16", "int8")

@@ -39,10 +39,10 @@ class DeviceMemory:
         return cls(total_bytes, free_bytes, torch.cuda.memory_reserved(device))
 
 
-def cuda_pool_bytes(device: torch.device, utilization: float | None, is_captured: bool) -> int:
+def cuda_pool_bytes(device: torch.device, utilization: float | None, uses_cuda_graphs: bool) -> int:
     """Bytes for the KV pool on a CUDA device that holds the weights already; raises as `kv_pool_bytes` does."""
     release_freed(device)  # loading and rounding leave behind what nobody uses, and it would count as held
-    kv_share = _KV_SHARE_CAPTURED if is_captured else _KV_SHARE
+    kv_share = _KV_SHARE_CAPTURED if uses_cuda_graphs else _KV_SHARE
     return kv_pool_bytes(DeviceMemory.of(device), utilization=utilization, kv_share=kv_share)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 
 _ADAPTER_FILE = "adapter.safetensors"
 

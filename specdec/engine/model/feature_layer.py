@@ -24,7 +24,7 @@ class Weights(NamedTuple):
 class FeatureLayer:
     """The layer reads a token's embedding beside the feature of the position before it, each normed (H numbers each).
 
-    Nobody attends to position 0, which has no feature before it: see `engine.heads.unseen_first`.
+    Nobody attends to position 0, which has no feature before it: see `engine.heads.first_position_mask`.
     """
 
     features: Weights

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.engine.base import DraftRuns, ModelShape, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import ModelShape, MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.attention import PagedContext, attending
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.feature_layer import FeatureLayer
@@ -94,10 +94,10 @@ class RecordedSteps(Protocol):
         ...
 
     def can_follow(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether `follow_up` works after a step of these slices."""
+        """Whether `multi_step` works after a step of these slices."""
         ...
 
-    def follow_up(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def multi_step(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Further steps of the sequences of the step that was run last: from tokens, int64 [B], to logits."""
         ...
 
@@ -180,7 +180,7 @@ class ModelRunner(Worker):
         self._tapped = tapped_layers(heads)
         self._recorded = recorded
         if FULL in recorded and recorded[FULL].may_follow:
-            self.draft_runs = DraftRuns.ANY
+            self.draft_runs = MultiStepDrafts.ANY
         self._forward = forward
         self._cache = cache
         self._kinds = tuple(dict.fromkeys(layer_kinds))
@@ -207,7 +207,7 @@ class ModelRunner(Worker):
         if recorded is None or plan.local_draft or plan.block_copies or not recorded.can_follow(plan.slices):
             return False
         with torch.inference_mode():
-            logits, run_next = self._run(plan), recorded.follow_up(plan.slices)
+            logits, run_next = self._run(plan), recorded.multi_step(plan.slices)
             for index in range(num_steps):
                 rows = logits[:, : self.shape.vocabulary_size].to(torch.float32)
                 token_ids = draw(index, rows)

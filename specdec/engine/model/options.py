@@ -1,6 +1,6 @@
 """How a model's steps are to be carried out (`--compile-backend`), and what every way of doing it needs of the model.
 
-Not here: any of the ways (`engine.compiled`, `engine.captured`, `engine.native`), nor which one a model gets
+Not here: any of the ways (`engine.compiled`, `engine.cuda_graphs`, `engine.native`), nor which one a model gets
 (`engine.loader`). Called by all of those and by the services' entry points.
 """
 
@@ -21,17 +21,17 @@ from specdec.errors import InvalidRequest
 EAGER = "eager"
 #: Kernels of our own (`engine.native`).
 NATIVE = "native"
-#: CUDA graphs of steps (`engine.captured.steps`).
+#: CUDA graphs of steps (`engine.cuda_graphs.steps`).
 CAPTURED = "captured"
 #: Native on a CPU and captured on a GPU where they take the model, eager elsewhere.
 AUTO = "auto"
 
-#: Attention of captured steps by our own kernels, over block tables (`engine.captured.paged_attention`).
+#: Attention of captured steps by our own kernels, over block tables (`engine.cuda_graphs.paged_attention`).
 PAGED = "paged"
 #: The same over copies of whole contexts, with PyTorch's own.
 GATHERED = "gathered"
 
-#: Products of linear layers by our own kernel, recorded or not (`engine.captured.row_products`).
+#: Products of linear layers by our own kernel, recorded or not (`engine.linear.row_products`).
 ROWS = "rows"
 
 _BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
@@ -73,7 +73,7 @@ class CompileOptions:
     """Of linear layers: `ROWS`; None: those where nothing else will do, on a CUDA device with int8 weights or with
     `is_deterministic`, and PyTorch's elsewhere."""
     is_deterministic: bool = False
-    """Whether a row must have the same bits whatever else a step holds; see `engine.model.same_bits`."""
+    """Whether a row must have the same bits whatever else a step holds; see `engine.model.batch_invariance`."""
 
     def multiplies_rows(self, device: torch.device, *, is_int8: bool) -> bool:
         """Whether products are `ROWS` on a device."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from specdec.engine.large_pages import LargePages
-from specdec.engine.model.int8_weight import LARGEST_INT8, quantise
+from specdec.engine.linear.int8 import LARGEST_INT8, quantise
 from specdec.engine.native.structures import Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 

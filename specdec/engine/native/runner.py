@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.engine.base import DraftRuns, ModelShape, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import ModelShape, MultiStepDrafts, SequenceSlice, StepPlan, Worker
+from specdec.engine.linear.int8 import quantise
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import EarlyExit
-from specdec.engine.model.int8_weight import quantise
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
@@ -100,7 +100,7 @@ class NativeRunner(Worker):
         """Those that are computed in PyTorch."""
         # A head is told of every step; and nothing checks an id that the kernels choose.
         if not heads and shape.vocabulary_size <= min(self._num_embeddings, self._model.head.outputs):
-            self.draft_runs = DraftRuns.LIKELIEST
+            self.draft_runs = MultiStepDrafts.LIKELIEST
         self._row_sizes = self._measure_rows()
         self._batch = Batch()
         self._numbers = array("q")
@@ -165,8 +165,8 @@ class NativeRunner(Worker):
             return logits
         return logits[:, : self.shape.vocabulary_size].contiguous()
 
-    def draft_likeliest(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Runs a step and those that follow it; see `engine.base.Worker.draft_likeliest`."""
+    def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Runs a step and those that follow it; see `engine.base.Worker.draft_greedy`."""
         batch, model, num_slices = self._batch, self._model, len(plan.slices)
         ends = [piece.start + len(piece.token_ids) for piece in plan.slices]
         slices = [_with_room(piece, num_steps - 1) for piece in plan.slices]

@@ -3,7 +3,7 @@
 Plans travel over gloo; tensors over NCCL where they lie on GPUs, over gloo elsewhere. The first rank has bound the port
 of the store before anybody else is told of it, so there is no port to guess and none to lose. Not here: what is sent
 (`engine.parallel.messages`), what is computed (`engine.parallel.sharded_llama`), and whether the others are still there
-(`engine.parallel.lifeline`). One thread of a rank uses its group at a time.
+(`engine.parallel.rank_heartbeat`). One thread of a rank uses its group at a time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RankGroup:
             torch.cuda.set_device(device)
             for name, value in _NCCL_SETTINGS.items():
                 os.environ.setdefault(name, value)
-        self.meet("here")
+        self.shake_hands("here")
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
             store=store,
@@ -169,7 +169,7 @@ class RankGroup:
         """Whether every rank says so."""
         return bool(self.smallest(int(yes)))
 
-    def meet(self, place: str) -> None:
+    def shake_hands(self, place: str) -> None:
         """Waits until every rank has come to the same place, longer than a step may take."""
         self._store.set(f"{place}/{self.rank}", "here")
         self._store.wait([f"{place}/{rank}" for rank in range(self.num_ranks)], timedelta(seconds=_LOAD_TIMEOUT_S))

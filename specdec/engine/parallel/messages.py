@@ -1,7 +1,7 @@
 """What the first rank of a group tells the others: a step's plan, about KV in the cold tier, nothing, or the end.
 
 Numbers, not pickles: a message is int32 words, its kind first, so that whoever adds a kind adds a number here. Not
-here: how it travels (`engine.parallel.group`). Called by `engine.parallel.lead` and `engine.parallel.follow`.
+here: how it travels (`engine.parallel.group`). Called by `engine.parallel.leader` and `engine.parallel.follower`.
 
     [STEP, copies, slices, (from, to)..., (start, logit rows, tokens, blocks, token ids..., block ids...)...]
     [NOTHING]

@@ -16,11 +16,14 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from specdec.checkpoint import locate_checkpoint
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.rank_checks import FLAG, require_supported
+from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.engine.base import KvLayout, ModelShape, Worker
-from specdec.engine.captured.row_products import require_kernel
-from specdec.engine.captured.steps import capture_steps, wants_capture
+from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
+from specdec.engine.linear.row_products import require_kernel
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
+from specdec.engine.model.batch_invariance import FIELD, require_batch_invariance, require_keepable
 from specdec.engine.model.checkpoint_model import (
     load_config,
     model_context,
@@ -36,17 +39,14 @@ from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
 from specdec.engine.model.options import CAPTURED, CompileOptions, GraphSource
-from specdec.engine.model.same_bits import FIELD, require_keepable, require_same_bits
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.parallel.group import RankGroup
-from specdec.engine.parallel.lead import LeadWorker
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel.leader import LeaderWorker
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.sharded_llama import ShardedLlama, make_whole
 from specdec.engine.parallel.transformers_shards import TransformersShards
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.rank_checks import FLAG, require_supported
 from specdec.types import BLOCK_TOKENS
-from specdec.vocabulary import load_vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def rank_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker:
+def load_rank(wanted: RankModel, ranks: RankGroup, rank_heartbeat: RankHeartbeat) -> Worker:
     """Loads this rank's part; on the first rank the worker that leads the others, who must follow by then.
 
     Raises:
@@ -114,9 +114,9 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
                       deterministic=compiling.is_deterministic)  # fmt: skip
     # Whoever says nothing gets eager steps: no machine with two GPUs has recorded any yet.
     is_asked_for = compiling.backend == CAPTURED or compiling.is_deterministic
-    is_captured = is_asked_for and wants_capture(compiling, ranks.device)
+    uses_cuda_graphs = is_asked_for and wants_capture(compiling, ranks.device)
     if compiling.is_deterministic:
-        require_keepable(compiling, ranks.device, is_native=False, is_captured=is_captured)
+        require_keepable(compiling, ranks.device, is_native=False, uses_cuda_graphs=uses_cuda_graphs)
     if compiling.multiplies_rows(ranks.device, is_int8=is_int8):
         require_kernel(FIELD if compiling.is_deterministic else "dtype")
     directory = locate_checkpoint(wanted.model)
@@ -139,14 +139,16 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
     else:
         shards = TransformersShards(wanted.model, directory, config, dtype, ranks)
     context = min(model_context(config), wanted.max_context_tokens or sys.maxsize)
-    ranks.meet("loaded")
+    ranks.shake_hands("loaded")
     with refusing_failures(config):
         layers = probe_layers(shards.model)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
         _require_part(shards, whole, layers, ranks, time.monotonic() - began_s)
         if is_int8:
             shards.hold_in_int8()  # before anybody asks how much memory is left
-        num_blocks = _agree_on_blocks(wanted, shapes, shards.model.dtype, context, ranks, is_captured=is_captured)
+        num_blocks = _agree_on_blocks(
+            wanted, shapes, shards.model.dtype, context, ranks, uses_cuda_graphs=uses_cuda_graphs
+        )
         layout = KvLayout(
             str(shards.model.dtype).removeprefix("torch."),
             tuple(block_bytes([shape], shards.model.dtype) for shape in shapes),
@@ -161,22 +163,22 @@ def load_rank(wanted: RankModel, ranks: RankGroup, lifeline: Lifeline) -> Worker
         reference = _reference(shards, shape, layers) if wanted.self_check else None
         shards.model.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
-        cache = KvCache(shapes, num_blocks=num_blocks + is_captured, dtype=shards.model.dtype, device=ranks.device)
+        cache = KvCache(shapes, num_blocks=num_blocks + uses_cuda_graphs, dtype=shards.model.dtype, device=ranks.device)
         source = GraphSource(shards.model, kinds, cache, shape.model_fingerprint, shape.dtype)
         forward = shards.forward_pass(compiling, is_int8=is_int8)
-        recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if is_captured else {}
+        recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if uses_cuda_graphs else {}
         own = ModelRunner(forward, cache, kinds, shape, dtype=shards.model.dtype, device=ranks.device,
                           recorded=recorded)  # fmt: skip
-    ranks.meet("ready")
+    ranks.shake_hands("ready")
     if not ranks.is_first:
         return own
-    lead = LeadWorker(own, ranks, lifeline)
+    lead = LeaderWorker(own, ranks, rank_heartbeat)
     try:
         if reference is not None:
             require_same(lead, reference, config.model_type)
             _log.info("self-check passed")
         if compiling.is_deterministic:
-            require_same_bits(lead)
+            require_batch_invariance(lead)
     except BaseException:
         lead.close()
         raise
@@ -218,14 +220,14 @@ def _agree_on_blocks(
     context: int,
     ranks: RankGroup,
     *,
-    is_captured: bool,
+    uses_cuda_graphs: bool,
 ) -> int:
     """Blocks that every rank has room for."""
     bytes_per_block = block_bytes(shapes, dtype)
     own_bytes = wanted.kv_cache_bytes
     try:
         if own_bytes is None and wanted.num_kv_blocks is None and ranks.device.type == "cuda":
-            own_bytes = cuda_pool_bytes(ranks.device, wanted.gpu_memory_utilization, is_captured)
+            own_bytes = cuda_pool_bytes(ranks.device, wanted.gpu_memory_utilization, uses_cuda_graphs)
         own_blocks, failure = pool_blocks(bytes_per_block, context, own_bytes, wanted.num_kv_blocks), None
     except InvalidRequest as error:  # the others must hear of it
         own_blocks, failure = 0, error

@@ -2,7 +2,7 @@
 
 The first rank decides what is kept, what is fetched and when it is copied in; this rank does the same with its own part
 of the blocks, at the same place among the steps. Blocks are copied out while later steps run: what was read is void
-where one of those wrote to a block of it, which the plans tell. Not here: who asks (`lead_tier`), the tier itself
+where one of those wrote to a block of it, which the plans tell. Not here: who asks (`leader_tier`), the tier itself
 (`specdec.state.kv_tier`). The methods are called by the thread that follows, through `follow`.
 """
 

@@ -21,14 +21,14 @@ from torch import nn
 from torch.nn.functional import embedding
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from specdec.engine.captured.projection_choice import projection_kinds
-from specdec.engine.captured.row_products import RowProjection
-from specdec.engine.model.int8_weight import hold_in_int8
+from specdec.engine.linear.choice import projection_kinds
+from specdec.engine.linear.int8 import hold_in_int8
+from specdec.engine.linear.projection import AnyProjection
+from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
 from specdec.engine.model.options import CompileOptions
-from specdec.engine.model.projection import AnyProjection
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting

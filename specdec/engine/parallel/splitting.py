@@ -16,7 +16,7 @@ from typing import Self
 
 from transformers import PreTrainedConfig
 
-from specdec.rank_checks import require_even_heads, require_even_kv_heads
+from specdec.checkpoints.rank_checks import require_even_heads, require_even_kv_heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from specdec.checkpoints.rank_checks import FLAG, require_even_heads, require_even_kv_heads
 from specdec.engine.model.checkpoint_model import first_line, quietly
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.engine.model.options import CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.rank_checks import FLAG, require_even_heads, require_even_kv_heads
 
 
 class TransformersShards:

@@ -14,13 +14,13 @@ _keys = count(1)
 class BlockTable(list[int]):
     """Block ids; see `specdec.engine.base.LiveTable`."""
 
-    __slots__ = ("_beginning", "_num_kept", "key")
+    __slots__ = ("_num_kept", "_prepared_turn", "key")
 
     def __init__(self) -> None:
         super().__init__()
         self.key = next(_keys)
         self._num_kept = 0
-        self._beginning: tuple[int, ...] = ()
+        self._prepared_turn: tuple[int, ...] = ()
 
     def __delitem__(self, where: object) -> None:
         """Cuts: only `[n:]` is deleted."""
@@ -28,8 +28,8 @@ class BlockTable(list[int]):
             raise TypeError("a block table is cut at its end")
         super().__delitem__(where)
         self._num_kept = min(self._num_kept, len(self))
-        if len(self._beginning) > len(self):
-            self._beginning = ()
+        if len(self._prepared_turn) > len(self):
+            self._prepared_turn = ()
 
     def __setitem__(self, where: object, value: object) -> None:
         raise TypeError("a block table is not written into")
@@ -41,6 +41,6 @@ class BlockTable(list[int]):
 
     def first(self, num_blocks: int) -> tuple[int, ...]:
         """The first ids; the same tuple again where they are the same, as copying a long table in every step shows."""
-        if len(self._beginning) != num_blocks:
-            self._beginning = tuple(self[:num_blocks])
-        return self._beginning
+        if len(self._prepared_turn) != num_blocks:
+            self._prepared_turn = tuple(self[:num_blocks])
+        return self._prepared_turn

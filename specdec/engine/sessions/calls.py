@@ -42,7 +42,7 @@ class Call:
     """Rows wanted when the committed and draft tokens have run; at least 1."""
     max_kv_len: int
     """The most tokens that can need KV before the job finishes."""
-    yields: bool = False
+    preemptible: bool = False
     """Nobody waits for it: it ends where another call comes, and its session with it."""
     keeps_session: bool = False
     """Of one that yields: its session is left to the next one, until somebody releases it."""

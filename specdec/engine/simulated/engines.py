@@ -22,8 +22,8 @@ import numpy as np
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.core.sparse import probability
-from specdec.engine.sessions.answer_count import AnswerCount
 from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 from specdec.engine.simulated.device import Branches, ForwardTime
 from specdec.engine.simulated.pair import SimulatedPair
@@ -45,7 +45,7 @@ _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 
 class SimulatedDraft(SimulatedReplica):
-    """A `specdec.engines.DraftEngine` on a simulated device of its own."""
+    """A `specdec.engine_api.DraftEngine` on a simulated device of its own."""
 
     role = "draft"
 
@@ -119,14 +119,14 @@ class SimulatedDraft(SimulatedReplica):
 
 
 class SimulatedTarget(SimulatedReplica):
-    """A `specdec.engines.TargetEngine` on a simulated device of its own."""
+    """A `specdec.engine_api.TargetEngine` on a simulated device of its own."""
 
     role = "target"
 
     def __init__(self, pair: SimulatedPair, **options: Any) -> None:
         """See `SimulatedReplica`."""
         super().__init__(pair, **options)
-        self._answers = AnswerCount()
+        self._answers = ConcurrentRounds()
 
     @property
     def _forward(self) -> ForwardTime:
@@ -179,7 +179,7 @@ class SimulatedTarget(SimulatedReplica):
         return {
             "forward_s": job.work.step_s,
             "step_tokens": job.work.step_tokens,
-            "num_others": others.num_rounds,
+            "num_concurrent": others.num_rounds,
             "num_other_rows": others.num_rows,
         }
 

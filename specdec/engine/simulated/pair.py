@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.text import TextDials
-from specdec.engines import SIMULATED_PREFIX
+from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest
 
 

@@ -17,10 +17,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.checkpoints.vocabulary import vocabulary_fingerprint
 from specdec.core.random import DrawKey, index_at_uniform, philox4x32, seed_words
 from specdec.core.sparse import draw_from_support, integer_weights
 from specdec.types import DistributionRow, SessionPosition, Support, TokenIds
-from specdec.vocabulary import vocabulary_fingerprint
 
 #: Rows of the id-to-token map: that of the Qwen models, as the wire's figures assume.
 VOCABULARY_SIZE = 151_936

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.models import DEMO
 from bench.random_pair import PairModel, RandomPair, write_random_pair, write_tokenizer
 from bench.workload import prompt_token_ids
-from specdec.vocabulary import load_tokenizer
+from specdec.checkpoints.vocabulary import load_tokenizer
 
 CONFIG = LlamaConfig(
     hidden_size=64,

@@ -7,9 +7,9 @@ import pytest
 
 from bench.simulated_system import best_gamma, ideal_round_s, ideal_tokens_per_s, write_tokenizer
 from bench.streams import StreamRun
+from specdec.checkpoints.vocabulary import load_tokenizer, vocabulary_fingerprint
 from specdec.engine.simulated.pair import PRESETS, simulated_pair
 from specdec.engine.simulated.text import simulated_vocabulary_fingerprint
-from specdec.vocabulary import load_tokenizer, vocabulary_fingerprint
 
 SYNC = simulated_pair("simulated:70b-1b,predraft=off")
 PREDRAFTED = simulated_pair("simulated:70b-1b")

@@ -17,8 +17,8 @@ import pytest
 from specdec.cli import control
 from specdec.cli.__main__ import run
 from specdec.cli.control import ControlSocket
-from specdec.cli.fleet import Fleet, Scaling
 from specdec.errors import Unavailable
+from specdec.supervision.fleet import Fleet, Scaling
 from tests.support.open_files import no_more_files
 
 PORT = 50051

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.fleet import KNOWN_AFTER_S, MAX_REPLICAS, Fleet, Scaling
-from specdec.cli.processes import Child
-from specdec.cli.services import STOP_GRACE_S, Service
 from specdec.errors import InvalidRequest, ResourceExhausted
+from specdec.supervision.fleet import KNOWN_AFTER_S, MAX_REPLICAS, Fleet, Scaling
+from specdec.supervision.processes import Child
+from specdec.supervision.services import STOP_GRACE_S, Service
 
 SERVES = (
     "import signal, sys\n"

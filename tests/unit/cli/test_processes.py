@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import specdec
-from specdec.cli.processes import Child, free_ports
+from specdec.supervision.processes import Child, free_ports
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_stop_ends_a_running_child_and_may_be_called_twice(tmp_path: Path, envir
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, environ: Mapping[str, str]) -> None:
     write_module(tmp_path, WAITS)
     parent_source = (
-        "import os, signal\nfrom specdec.cli.processes import Child\n"
+        "import os, signal\nfrom specdec.supervision.processes import Child\n"
         "child = Child('x', 'some_service', [], os.environ)\n"
         "print(child._process.pid, flush=True)\nsignal.pause()\n"
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.processes import Child
-from specdec.cli.supervision import Supervisor
+from specdec.supervision.processes import Child
+from specdec.supervision.supervisor import Supervisor
 
 SERVES = (
     "import signal\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec import devices
 from specdec.cli.__main__ import run
+from specdec.settings import devices
 from tests.support.tiny_models import build_tiny_model
 
 

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from coordinator.replicas.lateness import FIRST_PAUSE_S, MAX_SLACK
 from coordinator.replicas.replica import DRAFT
-from coordinator.round.draft_clock import LEAST_DEADLINE_S
+from coordinator.replicas.replica_health import FIRST_PAUSE_S, MAX_SLACK
+from coordinator.round.draft_deadline import LEAST_DEADLINE_S
 from specdec.errors import Internal
 from tests.support.coordinator_rig import PROMPT, eventually
 from tests.support.round_rig import RoundRig
@@ -107,11 +107,11 @@ async def test_the_only_draft_is_tried_again_by_one_session_after_a_pause_and_co
         gate = rig.drafts[0].gates["s"] = asyncio.Event()
         assert [(await rounds.run()).target_only_cause for _ in range(3)] == ["late", "no_replica", "no_replica"]
         replica = rig.pools.drafts("default")[0]
-        assert replica.lateness.is_marked
+        assert replica.replica_health.is_marked
         gate.set()
         async with asyncio.timeout(FIRST_PAUSE_S * 10):
             await eventually(lambda: replica.is_in_use)
-        assert not replica.lateness.is_marked
+        assert not replica.replica_health.is_marked
         assert (await rounds.run()).num_accepted == 3
 
 
@@ -130,7 +130,7 @@ async def test_a_draft_that_answers_others_is_busy_and_its_lateness_counts_as_th
         assert causes == ["late", "late", "paused"]
         replica = rig.pools.drafts("default")[0]
         assert replica.is_in_use
-        assert replica.lateness.slack == 1.0  # the other session's answers keep their deadlines
+        assert replica.replica_health.slack == 1.0  # the other session's answers keep their deadlines
 
 
 async def test_a_draft_that_was_slow_is_waited_for_as_many_times_longer_as_its_slack_and_no_longer_than_allowed() -> (
@@ -141,8 +141,8 @@ async def test_a_draft_that_was_slow_is_waited_for_as_many_times_longer_as_its_s
             rounds = rig.rounds(session_id=f"{slack}", draft_timeout_s=allowed_s)
             rig.drafts[0].gates[f"{slack}"] = asyncio.Event()
             replica = rig.pools.drafts("default")[0]
-            replica.lateness.forgive()
-            replica.lateness.slack = slack
+            replica.replica_health.reset()
+            replica.replica_health.slack = slack
             outcome = await asyncio.wait_for(rounds.run(), 30)
             assert outcome.target_only_cause == "late"
             assert least_s <= outcome.draft_s < 30
@@ -153,13 +153,13 @@ async def test_a_deadline_fits_what_is_sent_and_its_clock_learns_what_the_replic
         rounds = rig.rounds(draft_timeout_s=30.0)
         replica = rig.pools.drafts("default")[0]
         for _ in range(3):
-            replica.lateness.slack = MAX_SLACK  # a starved machine must not miss a deadline
+            replica.replica_health.slack = MAX_SLACK  # a starved machine must not miss a deadline
             await rounds.run()
         assert rounds.draft_clock.asked == rounds.draft_clock.told == [(3, len(PROMPT)), (3, 2), (3, 2)]
         # Nobody waits for what a hung replica would have to read: its answer brings it back.
-        assert replica.lateness.note_late(asked_at=replica.link.heard_at, heard_at=0.0)
+        assert replica.replica_health.note_late(asked_at=replica.link.heard_at, heard_at=0.0)
         await eventually(lambda: replica.is_in_use)
-        replica.lateness.slack = MAX_SLACK
+        replica.replica_health.slack = MAX_SLACK
         assert (await rounds.run()).num_accepted == 3
         assert rounds.draft_clock.asked[3:] == [(3, 0)]
-        assert not replica.lateness.is_marked
+        assert not replica.replica_health.is_marked

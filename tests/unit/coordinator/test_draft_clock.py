@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.round.draft_clock import (
+from coordinator.round.draft_deadline import (
     DEADLINE_MULTIPLE,
     FIRST_PREFILL_S,
     FIRST_WAIT_S,
     LEAST_DEADLINE_S,
     PREFILL_MULTIPLE,
-    DraftClock,
+    DraftDeadline,
 )
 from coordinator.round.gamma import MAX_PREFILLED
 
 GAMMA = 4
 
 
-def warm(step_s: float, rounds: int = 100) -> DraftClock:
-    clock = DraftClock()
+def warm(step_s: float, rounds: int = 100) -> DraftDeadline:
+    clock = DraftDeadline()
     for _ in range(rounds):
         clock.observe(GAMMA, 2, GAMMA * step_s)
     return clock
@@ -32,28 +32,28 @@ def test_a_fast_draft_has_the_shortest_deadline_and_a_slow_one_a_multiple_of_its
 @pytest.mark.parametrize(("usual", "now"), [(1, 8), (8, 1)])
 @pytest.mark.parametrize("trip_s", [0.0, 0.2])
 def test_a_draft_asked_for_another_number_of_tokens_is_still_in_time(usual: int, now: int, trip_s: float) -> None:
-    clock = DraftClock()
+    clock = DraftDeadline()
     for _ in range(100):
         clock.observe(usual, 2, trip_s + usual * 0.05)
     assert clock.deadline_s(now, 2) >= 1.5 * (trip_s + now * 0.05)
 
 
 def test_what_one_token_takes_on_a_busy_machine_is_not_taken_for_each_of_many() -> None:
-    clock = DraftClock()
+    clock = DraftDeadline()
     for gamma in [1, 4] * 50:
         clock.observe(gamma, 2, 0.03 + gamma * 0.001)
     assert clock.deadline_s(8, 2) <= 2 * DEADLINE_MULTIPLE * 0.038
 
 
 def test_an_unknown_draft_is_not_waited_for_as_long_as_for_a_request() -> None:
-    assert DraftClock().deadline_s(GAMMA, 20) == pytest.approx(DEADLINE_MULTIPLE * FIRST_WAIT_S)
+    assert DraftDeadline().deadline_s(GAMMA, 20) == pytest.approx(DEADLINE_MULTIPLE * FIRST_WAIT_S)
     prompt_s = PREFILL_MULTIPLE * 1000 * FIRST_PREFILL_S
-    assert DraftClock().deadline_s(GAMMA, 1000) == pytest.approx(DEADLINE_MULTIPLE * FIRST_WAIT_S + prompt_s)
+    assert DraftDeadline().deadline_s(GAMMA, 1000) == pytest.approx(DEADLINE_MULTIPLE * FIRST_WAIT_S + prompt_s)
 
 
 @pytest.mark.parametrize("num_prefilled", [2, 4000])
 def test_the_pools_first_answer_says_nothing(num_prefilled: int) -> None:
-    clock = DraftClock()
+    clock = DraftDeadline()
     clock.observe(GAMMA, num_prefilled, 1000.0)
     for _ in range(3):
         clock.observe(GAMMA, 2, 0.2)
@@ -62,7 +62,7 @@ def test_the_pools_first_answer_says_nothing(num_prefilled: int) -> None:
 
 
 def test_a_few_tokens_to_read_are_part_of_the_usual_wait() -> None:
-    clock = DraftClock()
+    clock = DraftDeadline()
     for _ in range(100):
         clock.observe(GAMMA, MAX_PREFILLED, 0.2)
     for num_prefilled in (0, MAX_PREFILLED):
@@ -98,7 +98,7 @@ def test_a_thousand_warm_rounds_do_not_forget_what_a_prompt_costs() -> None:
 
 
 def test_a_draft_that_is_mostly_there_before_it_is_asked_for_may_still_take_its_time_after_a_miss() -> None:
-    clock = DraftClock()
+    clock = DraftDeadline()
     for index in range(300):
         clock.observe(GAMMA, 2, 0.4 if index % 20 == 0 else 0.001)
     assert clock.deadline_s(GAMMA, 2) > 0.4

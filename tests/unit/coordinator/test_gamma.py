@@ -16,8 +16,8 @@ from coordinator.round.gamma import (
     FIRST_GAMMA,
     LEAST_TOKENS_PER_PROBE,
     MOST_TOKENS_PER_PROBE,
+    DraftPoolStats,
     GammaChooser,
-    PoolRecord,
     RoundTimes,
 )
 from specdec.core.expectation import expected_tokens_per_round
@@ -96,7 +96,7 @@ def play(
                     committed_len=lengths[index],
                     num_asked=gamma,
                     step_tokens=rows,
-                    num_others=len(gammas) - 1,
+                    num_concurrent=len(gammas) - 1,
                     num_other_rows=rows - gamma - 1,
                 )
             )
@@ -106,8 +106,8 @@ def play(
         yield alpha, gammas
 
 
-def one(pool: PoolRecord | None = None, *, fixed: int | None = None) -> GammaChooser:
-    return GammaChooser(pool or PoolRecord(), fixed=fixed, max_gamma=MAX_GAMMA)
+def one(pool: DraftPoolStats | None = None, *, fixed: int | None = None) -> GammaChooser:
+    return GammaChooser(pool or DraftPoolStats(), fixed=fixed, max_gamma=MAX_GAMMA)
 
 
 def chosen(chooser: GammaChooser, world: World, alpha: float, rounds: int, *, seed: int = 1) -> list[int]:
@@ -139,7 +139,7 @@ def test_a_steady_law_gets_nearly_the_best_goodput(alpha: float, draft_step_s: f
 @pytest.mark.parametrize("alpha", [0.4, 0.7, 0.9])
 def test_under_load_rows_are_paid_for_by_everybody(num_sessions: int, alpha: float) -> None:
     world = World(row_s=0.0004)
-    pool = PoolRecord()
+    pool = DraftPoolStats()
     rounds = list(play([one(pool) for _ in range(num_sessions)], world, [alpha] * 400))[150:]
     tokens = sum(expected_tokens_per_round([alpha] * gamma) for _, gammas in rounds for gamma in gammas)
     seconds = sum(
@@ -187,7 +187,7 @@ def test_target_only_is_entered_with_few_probes_and_left_again() -> None:
 
 
 def test_a_new_session_begins_with_what_its_pool_has_shown() -> None:
-    good, bad = PoolRecord(), PoolRecord()
+    good, bad = DraftPoolStats(), DraftPoolStats()
     chosen(one(good), World(draft_step_s=0.004), 0.95, 80)
     chosen(one(bad), World(draft_step_s=0.004), 0.2, 80)
     assert one(good).choose(8) > one(bad).choose(8)
@@ -220,7 +220,7 @@ def slow_round(*, num_prefilled: int, seconds: float) -> RoundTimes:
 
 
 def test_a_prefill_does_not_count_as_a_slow_round() -> None:
-    pool = PoolRecord()
+    pool = DraftPoolStats()
     chooser = one(pool)
     for _ in range(3):
         chooser.observe(slow_round(num_prefilled=4000, seconds=9.0))
@@ -235,7 +235,7 @@ def test_a_cold_first_round_does_not_lead_to_target_only() -> None:
 
 
 def test_a_slow_draft_that_recovers_is_used_again_within_a_few_probes() -> None:
-    pool = PoolRecord()
+    pool = DraftPoolStats()
     chooser = one(pool)
     for _ in range(5):
         chooser.observe(slow_round(num_prefilled=1, seconds=2.0))
@@ -245,11 +245,11 @@ def test_a_slow_draft_that_recovers_is_used_again_within_a_few_probes() -> None:
 
 @pytest.mark.parametrize("num_tokens", [4, 5, 6, 12, 40, 150])
 def test_after_a_slow_spell_requests_of_any_length_draft_again_within_a_few_hundred_tokens(num_tokens: int) -> None:
-    def request(pool: PoolRecord, seed: int) -> list[int]:
+    def request(pool: DraftPoolStats, seed: int) -> list[int]:
         rounds = play([one(pool)], World(), itertools.repeat(0.9), num_tokens=num_tokens, seed=seed)
         return [gammas[0] for _, gammas in rounds]
 
-    pool = PoolRecord()
+    pool = DraftPoolStats()
     chosen(one(pool), World(), 0.9, 100)
     chosen(one(pool), World(draft_step_s=0.2), 0.9, 200)
     assert one(pool).choose(100) == 0
@@ -259,7 +259,7 @@ def test_after_a_slow_spell_requests_of_any_length_draft_again_within_a_few_hund
 
 
 def test_sessions_without_a_draft_probe_for_one_another() -> None:
-    pool = PoolRecord()
+    pool = DraftPoolStats()
     choosers = [one(pool) for _ in range(16)]
     rounds = list(play(choosers, World(draft_step_s=0.03), [0.3] * 400))[-200:]
     num_asks = sum(sum(gammas) for _, gammas in rounds)
@@ -270,7 +270,7 @@ def test_sessions_without_a_draft_probe_for_one_another() -> None:
 @pytest.mark.parametrize("claimed_s", [float("nan"), float("inf"), 3e38, -1e9])
 def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claimed_s: float) -> None:
     world = World()
-    pool, other_pool = PoolRecord(), PoolRecord()
+    pool, other_pool = DraftPoolStats(), DraftPoolStats()
     for record in (pool, other_pool):
         chosen(one(record), world, 0.8, 50)
     liar = RoundTimes(
@@ -294,11 +294,11 @@ def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claim
 @pytest.mark.parametrize("claimed", [1 << 20, (1 << 32) - 1])
 def test_a_target_that_tells_nonsense_of_others_does_not_end_speculation(claimed: int) -> None:
     world = World(row_s=0.0003)
-    pool, other_pool = PoolRecord(), PoolRecord()
+    pool, other_pool = DraftPoolStats(), DraftPoolStats()
     for record in (pool, other_pool):
         chosen(one(record), world, 0.8, 50)
     for _ in range(2):
         liar = slow_round(num_prefilled=1, seconds=world.round_s(4))
-        pool.observe(liar._replace(num_others=claimed, num_other_rows=claimed))
+        pool.observe(liar._replace(num_concurrent=claimed, num_other_rows=claimed))
     afterwards, expected = (chosen(one(record), world, 0.8, 400, seed=2)[-100:] for record in (pool, other_pool))
     assert np.mean(afterwards) == pytest.approx(np.mean(expected), abs=1.0)

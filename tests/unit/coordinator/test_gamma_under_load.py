@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from coordinator.round.gamma import GammaChooser, PoolRecord, RoundTimes
+from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
 
 MAX_GAMMA = 16
 NUM_TOKENS = 8_000
@@ -134,7 +134,7 @@ class SharedTarget:
                 committed_len=session.length,
                 num_asked=session.gamma,
                 step_tokens=step_tokens if self.knows_others else num_rows,
-                num_others=others[0],
+                num_concurrent=others[0],
                 num_other_rows=others[1],
             )
         )
@@ -153,7 +153,7 @@ def goodput(
     knows_coordinators: bool = True,
 ) -> float:
     """`num_coordinators`: each has its sessions' share and a record of its own."""
-    pools = [PoolRecord() for _ in range(num_coordinators)]
+    pools = [DraftPoolStats() for _ in range(num_coordinators)]
     sessions = [
         Session(
             GammaChooser(pools[index % num_coordinators], fixed=fixed, max_gamma=MAX_GAMMA), index % num_coordinators

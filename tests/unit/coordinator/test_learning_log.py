@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specdec.errors import InvalidRequest
-from specdec.learning_log import LogFacts, LoggedTurn, encode_segment, read_segment
+from specdec.learning.log_files import LogFacts, LoggedTurn, encode_segment, read_segment
 from tests.support.logged import CountedLog, logged
 
 FACTS = LogFacts("target", "words", 100)

@@ -20,7 +20,7 @@ from specdec.rpc.client import TargetLink, open_link
 from specdec.state.connection import RedisConnection
 from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.redis_store import RedisSessionStore, open_store
-from specdec.state.store import KvHome
+from specdec.state.store import KvLocation
 from specdec.types import BLOCK_TOKENS, EngineInfo
 
 
@@ -186,13 +186,13 @@ async def test_a_session_does_not_come_back_to_a_replica_that_cannot_take_it(nam
     home, other = replica("home", draining=name == "draining"), replica("other", num_running=1)
     home.is_alive = name != "dead"
     if name == "late":
-        home.lateness.note_late(asked_at=1.0, heard_at=0.0)
+        home.replica_health.note_late(asked_at=1.0, heard_at=0.0)
     if name == "of another model":
         home.info = replace(home.info, model_fingerprint="another")  # type: ignore[type-var]
     pools._replicas = {(TARGET, each.address): each for each in (home, other)}
     replicas = SessionReplicas("s", pools)
     replicas.target_fingerprint = "m"
-    replicas.begin_turn(100, [KvHome("home", 99)], {})
+    replicas.begin_turn(100, [KvLocation("home", 99)], {})
     assert replicas.choose_target() is other
     assert replicas.start_for(other, 120) == 0
 
@@ -204,7 +204,7 @@ async def test_a_session_comes_back_however_busy_its_replica_is_and_is_believed_
     replicas = SessionReplicas("s", pools)
     replicas.target_fingerprint = "m"
     for agreed_len, start in ((100, 90), (60, 60)):
-        replicas.begin_turn(agreed_len, [KvHome("home", 90)], {"other": 64})
+        replicas.begin_turn(agreed_len, [KvLocation("home", 90)], {"other": 64})
         assert replicas.choose_target() is home
         assert replicas.start_for(home, 120) == start
-    assert replicas.homes == [KvHome("home", 60)]
+    assert replicas.homes == [KvLocation("home", 60)]

@@ -14,9 +14,9 @@ import pytest
 
 from coordinator.requests import Provenance
 from coordinator.round.acceptance import Acceptance
-from coordinator.round.gamma import PoolRecord, RoundTimes
-from coordinator.round.request_route import WORTH_LEAVING, RequestRoute
-from coordinator.round.routes import Routes
+from coordinator.round.gamma import DraftPoolStats, RoundTimes
+from coordinator.round.request_router import WORTH_LEAVING, RequestRouter
+from coordinator.round.routing_table import RoutingTable
 from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
@@ -56,9 +56,9 @@ async def coordinator() -> AsyncIterator[Coordinator]:
         yield await rig.coordinator(routes=True)
 
 
-def record(alpha: float) -> PoolRecord:
+def record(alpha: float) -> DraftPoolStats:
     """Of a pool whose drafts took a millisecond a token, and their verification twenty."""
-    of_pool = PoolRecord()
+    of_pool = DraftPoolStats()
     for gamma in (1, 2, 4, 8) * 8:
         accepted = round(alpha * gamma)
         of_pool.observe(RoundTimes(gamma, accepted, 0.001 * gamma, 0.021, 0.02, 1, 1, 100, gamma, gamma + 1))
@@ -78,13 +78,13 @@ def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcom
 class Request:
     """One request that pool a drafts for, four tokens a round."""
 
-    def __init__(self, coordinator: Coordinator, prefill_s: float, records: dict[str, PoolRecord]) -> None:
+    def __init__(self, coordinator: Coordinator, prefill_s: float, records: dict[str, DraftPoolStats]) -> None:
         self.scores = ToldScores(coordinator.pools)
         self.scores.prefill_s = prefill_s
-        self.routes = Routes(coordinator.pools, records, self.scores, None, lambda _: "")
+        self.routes = RoutingTable(coordinator.pools, records, self.scores, None, lambda _: "")
         setting = RoundSetting("s", 1, 0, PROMPT, SamplingFilters(), 1, Mode.REJECTION, None, VOCABULARY, None)
         self.tokens = SessionTokens([5] * PROMPT)
-        self.route = RequestRoute(CLASS, self.routes, setting, self.tokens)
+        self.route = RequestRouter(CLASS, self.routes, setting, self.tokens)
         assert self.route.begin() == "a"
 
     def run(self, num_rounds: int, num_accepted: int = 0) -> None:
@@ -102,8 +102,8 @@ class Request:
         return 1.0 / rate
 
 
-def records() -> dict[str, PoolRecord]:
-    known: defaultdict[str, PoolRecord] = defaultdict(PoolRecord)
+def records() -> dict[str, DraftPoolStats]:
+    known: defaultdict[str, DraftPoolStats] = defaultdict(DraftPoolStats)
     known["a"] = record(0.2)
     return known
 
@@ -143,7 +143,7 @@ async def test_a_pool_is_not_left_for_the_few_tokens_that_may_still_come(coordin
 
 
 async def test_a_pool_is_not_left_for_one_whose_times_nobody_knows(coordinator: Coordinator) -> None:
-    request = Request(coordinator, 1e-9, defaultdict(PoolRecord))
+    request = Request(coordinator, 1e-9, defaultdict(DraftPoolStats))
     request.run(SPAN + 1)
     assert request.route.next_pool("a", MUCH) == "a"
 

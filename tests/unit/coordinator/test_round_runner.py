@@ -257,7 +257,7 @@ async def test_rounds_of_others_at_the_same_target_are_told_apart_from_ones_own(
             await other.run()
         await mine.run()
         await mine.run()
-        told = [(times.num_others, times.num_other_rows) for times in mine.gamma.told]
+        told = [(times.num_concurrent, times.num_other_rows) for times in mine.gamma.told]
         assert told == [(0, 0), (2, 6), (0, 0)]
         assert [times.num_draft_tokens for times in mine.gamma.told] == [3, 3, 3]
 
@@ -271,8 +271,8 @@ async def test_rounds_that_another_coordinator_asked_for_are_counted_too() -> No
             await other.run()
         await mine.run()
         await other.run()
-        assert [(times.num_others, times.num_other_rows) for times in mine.gamma.told] == [(0, 0), (2, 6)]
-        assert [(times.num_others, times.num_other_rows) for times in other.gamma.told] == [(0, 0), (0, 0), (1, 4)]
+        assert [(times.num_concurrent, times.num_other_rows) for times in mine.gamma.told] == [(0, 0), (2, 6)]
+        assert [(times.num_concurrent, times.num_other_rows) for times in other.gamma.told] == [(0, 0), (0, 0), (1, 4)]
         await elsewhere.close()
 
 
@@ -284,7 +284,7 @@ async def test_what_a_target_says_of_others_since_an_earlier_turn_is_not_of_this
             await other.run()
         next_turn = rig.rounds(gamma=3, prompt=[*PROMPT, 5], turn=1, epoch=2)
         await next_turn.run()
-        assert [(times.num_others, times.num_other_rows) for times in next_turn.gamma.told] == [(0, 0)]
+        assert [(times.num_concurrent, times.num_other_rows) for times in next_turn.gamma.told] == [(0, 0)]
 
 
 async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.front.asked import AskedGeneration, AskedSampling, AskedSpeculation
+from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.front.validation import ServingLimits, validate_request, validate_session_id
 from coordinator.front.wire import decode_request
 from coordinator.requests import GenerationRequest
@@ -206,23 +206,39 @@ def test_digests_are_what_records_hold() -> None:
 @pytest.mark.parametrize(
     ("asked", "field", "message"),
     [
-        (AskedGeneration(prompt="x", prompt_token_ids=[1]), "input", "got prompt and prompt_token_ids"),
-        (AskedGeneration(prompt_token_ids=[5, -1]), "prompt_token_ids", "must be at least 0 and below"),
-        (AskedGeneration(prompt_token_ids=[2**40]), "prompt_token_ids", "size 100, got 1099511627776"),
-        (AskedGeneration(session_id="s", resume_from=-1), "resume_from", "must be at least 0, got -1"),
-        (AskedGeneration(prompt="x", expected_session_tokens=-1), "expected_session_tokens", "at least 0, got -1"),
-        (AskedGeneration(prompt="x", sampling=AskedSampling(seed=2**64)), "sampling.seed", f"at most {2**64 - 1}"),
-        (AskedGeneration(prompt="x", sampling=AskedSampling(seed=-1)), "sampling.seed", "at least 0"),
-        (AskedGeneration(prompt="x", sampling=AskedSampling(max_new_tokens=-1)), "sampling.max_new_tokens", "got -1"),
-        (AskedGeneration(prompt="x", sampling=AskedSampling(top_k=-1)), "sampling.top_k", "at least 0, got -1"),
-        (AskedGeneration(prompt="x", sampling=AskedSampling(logprobs=-1)), "sampling.logprobs", "at least 0, got -1"),
-        (AskedGeneration(prompt="x", sampling=AskedSampling(stop_token_ids=[-1])), "sampling.stop_token_ids", "got -1"),
-        (AskedGeneration(prompt="x", speculation=AskedSpeculation(gamma=-1)), "speculation.gamma", "got -1"),
-        (AskedGeneration(prompt="x", speculation=AskedSpeculation(mode=-1)), "speculation.mode", "got -1"),
+        (RawGenerationParams(prompt="x", prompt_token_ids=[1]), "input", "got prompt and prompt_token_ids"),
+        (RawGenerationParams(prompt_token_ids=[5, -1]), "prompt_token_ids", "must be at least 0 and below"),
+        (RawGenerationParams(prompt_token_ids=[2**40]), "prompt_token_ids", "size 100, got 1099511627776"),
+        (RawGenerationParams(session_id="s", resume_from=-1), "resume_from", "must be at least 0, got -1"),
+        (RawGenerationParams(prompt="x", expected_session_tokens=-1), "expected_session_tokens", "at least 0, got -1"),
+        (
+            RawGenerationParams(prompt="x", sampling=RawSamplingParams(seed=2**64)),
+            "sampling.seed",
+            f"at most {2**64 - 1}",
+        ),
+        (RawGenerationParams(prompt="x", sampling=RawSamplingParams(seed=-1)), "sampling.seed", "at least 0"),
+        (
+            RawGenerationParams(prompt="x", sampling=RawSamplingParams(max_new_tokens=-1)),
+            "sampling.max_new_tokens",
+            "got -1",
+        ),
+        (RawGenerationParams(prompt="x", sampling=RawSamplingParams(top_k=-1)), "sampling.top_k", "at least 0, got -1"),
+        (
+            RawGenerationParams(prompt="x", sampling=RawSamplingParams(logprobs=-1)),
+            "sampling.logprobs",
+            "at least 0, got -1",
+        ),
+        (
+            RawGenerationParams(prompt="x", sampling=RawSamplingParams(stop_token_ids=[-1])),
+            "sampling.stop_token_ids",
+            "got -1",
+        ),
+        (RawGenerationParams(prompt="x", speculation=RawSpeculationParams(gamma=-1)), "speculation.gamma", "got -1"),
+        (RawGenerationParams(prompt="x", speculation=RawSpeculationParams(mode=-1)), "speculation.mode", "got -1"),
     ],
 )
 def test_what_protobuf_cannot_say_is_refused_from_other_fronts(
-    asked: AskedGeneration, field: str, message: str
+    asked: RawGenerationParams, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         validate_request(asked, LIMITS)
@@ -231,8 +247,11 @@ def test_what_protobuf_cannot_say_is_refused_from_other_fronts(
 
 
 def test_a_request_without_protobuf_is_the_same_request() -> None:
-    asked = AskedGeneration(
-        session_id="s", prompt="hello", sampling=AskedSampling(temperature=0.5, seed=3), speculation=AskedSpeculation()
+    asked = RawGenerationParams(
+        session_id="s",
+        prompt="hello",
+        sampling=RawSamplingParams(temperature=0.5, seed=3),
+        speculation=RawSpeculationParams(),
     )
     message = pb.GenerateRequest(session_id="s", prompt="hello", sampling=pb.SamplingParams(temperature=0.5, seed=3))
     assert validate_request(asked, LIMITS).digest == validated(message).digest

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from specdec.engine.heads.base import DraftHead, TargetParts
 from specdec.engine.heads.factory import load_head
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_drive import HeadDrive
 from tests.support.head_references import hidden_states
 

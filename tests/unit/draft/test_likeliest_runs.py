@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from tests.support.follower_worker import LikeliestWorker
 
-from draft_service.pace import Predraft
+from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.steps import LONGEST_HOST_RUN_S
 from specdec.engine.schedule.step_times import StepLoad
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
-from tests.support.following_worker import LikeliestWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from draft_service.pace import MAX_FAN_OUT, Pace, Predraft
+from draft_service.fan_out_policy import MAX_FAN_OUT, FanOutPolicy, Predraft
 
 GAMMA = 4
 
 
-def _measured(policy: Predraft, *, wait_s: float, step_s: dict[int, float]) -> Pace:
-    pace = Pace(policy)
+def _measured(policy: Predraft, *, wait_s: float, step_s: dict[int, float]) -> FanOutPolicy:
+    pace = FanOutPolicy(policy)
     pace.observe_wait(wait_s)
     for fan_out, seconds in step_s.items():
         pace.observe_step(fan_out, seconds)
@@ -18,11 +18,11 @@ def _measured(policy: Predraft, *, wait_s: float, step_s: dict[int, float]) -> P
 
 
 def test_nothing_is_branched_when_it_is_off() -> None:
-    assert Pace(Predraft.OFF).choose(GAMMA) == 0
+    assert FanOutPolicy(Predraft.OFF).choose(GAMMA) == 0
 
 
 def test_branches_are_wide_until_times_are_known() -> None:
-    assert Pace(Predraft.ON).choose(GAMMA) == MAX_FAN_OUT
+    assert FanOutPolicy(Predraft.ON).choose(GAMMA) == MAX_FAN_OUT
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_auto_seldom_tries_branches_that_cannot_be_done_within_the_wait() -> Non
     assert max(pace.choose(GAMMA) for _ in range(8)) > 1
 
 
-def _share_branched(pace: Pace, *, round_s: dict[bool, float], num_rounds: int) -> float:
+def _share_branched(pace: FanOutPolicy, *, round_s: dict[bool, float], num_rounds: int) -> float:
     """Runs rounds that take so long with branches, and so long without."""
     num_branched = 0
     for _ in range(num_rounds):
@@ -61,17 +61,17 @@ def _share_branched(pace: Pace, *, round_s: dict[bool, float], num_rounds: int) 
 
 
 def test_auto_branches_where_that_makes_rounds_shorter_and_seldom_tries_without() -> None:
-    pace = Pace(Predraft.AUTO)
+    pace = FanOutPolicy(Predraft.AUTO)
     assert _share_branched(pace, round_s={True: 0.03, False: 0.05}, num_rounds=640) > 0.94
 
 
 def test_auto_leaves_branches_out_where_they_make_rounds_longer_and_seldom_tries_with() -> None:
-    pace = Pace(Predraft.AUTO)
+    pace = FanOutPolicy(Predraft.AUTO)
     assert _share_branched(pace, round_s={True: 0.06, False: 0.05}, num_rounds=640) < 0.06
 
 
 def test_auto_notices_when_that_changes() -> None:
-    pace = Pace(Predraft.AUTO)
+    pace = FanOutPolicy(Predraft.AUTO)
     _share_branched(pace, round_s={True: 0.03, False: 0.05}, num_rounds=200)
     _share_branched(pace, round_s={True: 0.09, False: 0.05}, num_rounds=200)
     assert _share_branched(pace, round_s={True: 0.09, False: 0.05}, num_rounds=640) < 0.06
@@ -80,4 +80,4 @@ def test_auto_notices_when_that_changes() -> None:
 
 
 def test_on_branches_whatever_it_costs() -> None:
-    assert _share_branched(Pace(Predraft.ON), round_s={True: 0.09, False: 0.05}, num_rounds=200) == 1.0
+    assert _share_branched(FanOutPolicy(Predraft.ON), round_s={True: 0.09, False: 0.05}, num_rounds=200) == 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draft_service.config import DraftSettings
-from draft_service.pace import MAX_FAN_OUT, Predraft
+from draft_service.fan_out_policy import MAX_FAN_OUT, Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.errors import Internal, KvMiss
 from specdec.observability.metrics import EngineMetrics

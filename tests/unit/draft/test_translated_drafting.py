@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.translated_drafting import SharedTokens
+from draft_service.cross_vocabulary_drafting import SharedTokens
+from specdec.checkpoints.vocabulary import load_vocabulary
+from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.translation.pair import TokenizerPair, load_pair
-from specdec.vocabulary import load_vocabulary
 from tests.support.other_tokenizers import save_byte_level_vocabulary, save_piece_vocabulary
 
 OWN = ["<unk>", "</s>", "▁", "a", "b", "<0x61>", "<0x20>", "ab"]

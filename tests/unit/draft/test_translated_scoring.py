@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draft_service.translated_proposer import TranslatedProposer
+from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
+from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.core.sparse import probability
+from specdec.cross_vocabulary.pair import load_pair
 from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest, ResourceExhausted
-from specdec.translation.pair import load_pair
 from specdec.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest
-from specdec.vocabulary import load_tokenizer
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,
+    build_cross_vocabulary_copy,
     build_model,
-    build_translated_copy,
     save_byte_level,
     save_characters,
     save_pieces,
@@ -36,22 +36,22 @@ SAMPLED = SamplingFilters(temperature=0.9, top_k=20)
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("translated")
     target = build_model(save_pieces(folder / "pieces"), folder / "target", logit_spread=0.6)
-    build_translated_copy(target, save_byte_level(folder / "bytes"), folder / "draft")
+    build_cross_vocabulary_copy(target, save_byte_level(folder / "bytes"), folder / "draft")
     return target
 
 
 @pytest.fixture
-async def proposer(target: Path) -> AsyncIterator[TranslatedProposer]:
+async def proposer(target: Path) -> AsyncIterator[CrossVocabularyProposer]:
     draft = target.parent / "draft"
     worker = load_worker(str(draft), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1)
-    proposer = TranslatedProposer(worker, load_pair(draft, target))
+    proposer = CrossVocabularyProposer(worker, load_pair(draft, target))
     yield proposer
     proposer.check_integrity()
     await proposer.close()
 
 
 @pytest.fixture
-async def texts(proposer: TranslatedProposer, target: Path) -> list[list[int]]:
+async def texts(proposer: CrossVocabularyProposer, target: Path) -> list[list[int]]:
     """Prompts with what follows: some tokens of the draft's and then another one, and text with tokens that the draft
     does not know."""
     tokenizer = load_tokenizer(target)
@@ -74,7 +74,7 @@ async def texts(proposer: TranslatedProposer, target: Path) -> list[list[int]]:
     ids=["greedy", "coupled"],
 )
 async def test_a_score_is_of_the_very_rounds_that_it_would_have_drafted(
-    proposer: TranslatedProposer, texts: list[list[int]], filters: SamplingFilters, draw_rule: DrawRule
+    proposer: CrossVocabularyProposer, texts: list[list[int]], filters: SamplingFilters, draw_rule: DrawRule
 ) -> None:
     num_right = 0
     for number, tokens in enumerate(texts):
@@ -109,7 +109,7 @@ async def test_at_a_temperature_q_is_what_each_token_would_have_been_drawn_with(
         models.append(build_model(tokenizer, tmp_path / f"model {in_bytes}", logit_spread=0.6))
     target, draft = models
     worker = load_worker(str(draft), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1)
-    proposer = TranslatedProposer(worker, load_pair(draft, target))
+    proposer = CrossVocabularyProposer(worker, load_pair(draft, target))
     tokens = load_tokenizer(target).encode("a cab éß 今天 bed 🌲 face a deaf hen")
     position = {"filters": SAMPLED, "output_start": 5, "seed": 3}
     asked = ScoreRequest(make_round(tokens[:5], **position), np.array(tokens[5:], dtype=np.uint32))  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ async def test_at_a_temperature_q_is_what_each_token_would_have_been_drawn_with(
 
 
 async def test_a_score_leaves_nothing_behind_and_yields_to_whoever_is_drafted_for(
-    proposer: TranslatedProposer, texts: list[list[int]]
+    proposer: CrossVocabularyProposer, texts: list[list[int]]
 ) -> None:
     tokens = texts[0]
     asked = ScoreRequest(make_round(tokens[:-8]), np.array(tokens[-8:], dtype=np.uint32))
@@ -144,7 +144,7 @@ async def test_a_score_leaves_nothing_behind_and_yields_to_whoever_is_drafted_fo
         await proposer.score(ScoreRequest(long, np.array([5], dtype=np.uint32)))
 
 
-async def test_a_timed_round_is_told_when_its_own_steps_ran(proposer: TranslatedProposer, target: Path) -> None:
+async def test_a_timed_round_is_told_when_its_own_steps_ran(proposer: CrossVocabularyProposer, target: Path) -> None:
     asked = make_round(load_tokenizer(target).encode(TEXTS[0]), session_id="timed", round_id=1)
     asked.is_timed = True
     began_s = time.monotonic()

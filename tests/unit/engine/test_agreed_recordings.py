@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.cuda_graphs_rig import CountedCapture, Pair, build, load, piece, random_tokens
 
 from specdec.engine import loader
-from specdec.engine.captured.steps import capture_steps
+from specdec.engine.cuda_graphs.steps import capture_steps
 from specdec.errors import Unsupported
-from tests.support.captured_rig import CountedCapture, Pair, build, load, piece, random_tokens
 from tests.support.interpreted_kernels import cheap_recordings, require_interpreter
 
 
@@ -63,7 +63,7 @@ def test_what_another_rank_cannot_do_is_done_without_here_too(
     assert answers.count(False) == (question is not None)
     one, two = random_tokens(1, 40), random_tokens(2, 40)
     first, second = pair.tables[:2]
-    pair.run(piece(one, 0, 20, first, 1), piece(two, 0, 9, second, 1), is_captured=False)
+    pair.run(piece(one, 0, 20, first, 1), piece(two, 0, 9, second, 1), uses_cuda_graphs=False)
     pair.run(piece(one, 20, 25, first, 5), piece(two, 9, 10, second, 1))
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specdec.engine.base import SequenceSlice
-from specdec.engine.captured.buckets import Bucket, Buckets, ContextSteps
+from specdec.engine.cuda_graphs.buckets import Bucket, Buckets, ContextSteps
 from specdec.engine.model.options import row_counts
 from specdec.types import BLOCK_TOKENS
 

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from specdec.engine.base import StepPlan
-from specdec.engine.model.kv_cache import KvCache
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
-from tests.support.captured_rig import (
+from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
     NUM_BLOCKS,
@@ -28,6 +23,11 @@ from tests.support.captured_rig import (
     random_tokens,
     record_on_tape,
 )
+
+from specdec.engine.base import StepPlan
+from specdec.engine.model.kv_cache import KvCache
+from specdec.errors import Unsupported
+from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -60,7 +60,7 @@ def test_nothing_of_a_step_is_in_its_recording(tmp_path: Path) -> None:
     model = build("qwen3", tmp_path, config_overrides=MIXED_LAYERS | {"max_position_embeddings": 160})
     pair = Pair(model, capture=record_on_tape, widths=(1, 3))
     one, two = random_tokens(14, 120), random_tokens(15, 120)
-    pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), is_captured=False)
+    pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), uses_cuda_graphs=False)
     ends = [40, 9]
     for widths in ((3, 1), (2, 3), (1, 0), (3, 3), (0, 2), (1, 1), (3, 2), (2, 3), (3, 3)):
         slices = []
@@ -98,10 +98,10 @@ def test_the_tape_refuses_what_a_recording_cannot_do() -> None:
 
 def test_steps_no_bucket_holds_run_eagerly_and_share_the_cache(pair: Pair) -> None:
     left, right = random_tokens(3, 100), random_tokens(4, 100)
-    pair.run(piece(left, 0, 40, pair.tables[0], 1), piece(right, 0, 33, pair.tables[1], 1), is_captured=False)
+    pair.run(piece(left, 0, 40, pair.tables[0], 1), piece(right, 0, 33, pair.tables[1], 1), uses_cuda_graphs=False)
     pair.run(piece(left, 40, 45, pair.tables[0], 5), piece(right, 33, 34, pair.tables[1], 1))
-    pair.run(piece(left, 45, 51, pair.tables[0], 6), is_captured=False)
-    pair.run(*[piece(right, 34, 35, pair.tables[1], 1)] * 65, is_captured=False)  # nobody has 65 sequences
+    pair.run(piece(left, 45, 51, pair.tables[0], 6), uses_cuda_graphs=False)
+    pair.run(*[piece(right, 34, 35, pair.tables[1], 1)] * 65, uses_cuda_graphs=False)  # nobody has 65 sequences
     pair.run(piece(left, 51, 54, pair.tables[0], 3))
 
 
@@ -148,7 +148,7 @@ def test_a_row_is_the_same_in_any_company(pair: Pair) -> None:
 def test_nan_of_a_former_owner_or_of_company_reaches_nobody(pair: Pair) -> None:
     one, two = random_tokens(8, 60), random_tokens(9, 60)
     for table in pair.tables[1:3]:
-        poisoned = pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), is_captured=False)
+        poisoned = pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), uses_cuda_graphs=False)
         assert poisoned.isnan().all()
     for start in range(0, 60, 3):
         # The sequence of NaN also leaves them in padding, whose keys lie in the scratch block.
@@ -230,7 +230,7 @@ def test_what_finds_no_memory_stays_eager_and_the_rest_is_captured(
     assert f"captured {len(attempts) - 6} of {len(attempts)} step graphs with gathered attention" in caplog.text
     one = piece(random_tokens(12, 1), 0, 1, pair.tables[0], 1)
     pair.run(*[one] * 32)
-    pair.run(*[one] * 33, is_captured=False)
+    pair.run(*[one] * 33, uses_cuda_graphs=False)
 
 
 def test_capturing_shows_its_progress(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.engine.base import SequenceSlice
-from specdec.engine.captured.device_tables import CHANGES_PER_SEQUENCE, DeviceTables
+from specdec.engine.cuda_graphs.device_tables import CHANGES_PER_SEQUENCE, DeviceTables
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
 from specdec.types import BLOCK_TOKENS

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.engine.heads.base import TargetParts
 from specdec.engine.heads.factory import load_head
 from specdec.errors import InvalidRequest
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import (
     Tensors,
     as_speculators,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine.captured.capture import CudaCapture
+from specdec.engine.cuda_graphs.capture import CudaCapture
 
 UNRECORDABLE = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.cuda_graphs_rig import CountedCapture, random_tokens
 
 from draft_service.proposer import DraftOptions, Proposer
-from specdec.engine.base import DraftRuns, SequenceSlice, StepPlan, Worker
-from specdec.engine.captured import fused_operations, paged_attention
-from specdec.engine.captured.fused_operations import Tiling
-from specdec.engine.captured.paged_attention import Splitting
+from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
+from specdec.engine.cuda_graphs import fused_operations, paged_attention
+from specdec.engine.cuda_graphs.fused_operations import Tiling
+from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
 from specdec.types import DrawRule, ProposeRequest, SamplingFilters
-from tests.support.captured_rig import CountedCapture, random_tokens
 from tests.support.round_driver import make_round
 from tests.support.tiny_models import build_tiny_model
 
@@ -38,7 +38,7 @@ def few_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(paged_attention, "Splitting", lambda: few)
         patched.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
-        patched.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 4))
+        patched.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 4))
         yield
 
 
@@ -145,7 +145,7 @@ async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
     monkeypatch.setattr(worker, "draft", count)
     monkeypatch.setattr(worker, "close", lambda: None)  # it serves other tests
     drafts = []
-    for kind in (DraftRuns.ANY, DraftRuns.NONE):
+    for kind in (MultiStepDrafts.ANY, MultiStepDrafts.NONE):
         monkeypatch.setattr(worker, "draft_runs", kind)
         proposer = Proposer(worker, drafting=DraftOptions(max_support=32))
         filters = SamplingFilters(temperature=temperature)

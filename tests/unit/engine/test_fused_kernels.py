@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine.captured import fused_operations as fused
-from specdec.engine.captured import paged_attention
-from specdec.engine.captured.fused_operations import Norm, Tiling
-from specdec.engine.captured.paged_attention import Splitting
+from specdec.engine.cuda_graphs import fused_operations as fused
+from specdec.engine.cuda_graphs import paged_attention
+from specdec.engine.cuda_graphs.fused_operations import Norm, Tiling
+from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from tests.support.fused_rig import DTYPES, EPS, Heads, close, llama_norm, random, round_bfloat16
@@ -147,7 +147,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
     monkeypatch.setattr(paged_attention, "Splitting", lambda: few)
     monkeypatch.setattr(fused, "Tiling", lambda: Tiling(64, 512, 1 << 14))
-    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1,))
+    monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1,))
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -161,7 +161,7 @@ def test_a_layer_takes_ten_kernels(architecture: str, tmp_path: Path, monkeypatc
 
     assert of_one_layer().total() <= 10, of_one_layer()
     if architecture == "llama":  # negative control, and what the fusing is for
-        monkeypatch.setattr("specdec.engine.captured.steps.fuse_stack", lambda *_: None)
+        monkeypatch.setattr("specdec.engine.cuda_graphs.steps.fuse_stack", lambda *_: None)
         assert of_one_layer().total() >= 15
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine import kept_files
+from specdec import artifact_cache
 
 CONTENT = bytes(range(256)) * 5000
 
@@ -19,14 +19,14 @@ def kept(tmp_path: Path) -> Path:
     path = tmp_path / "below" / "cache" / "code.so"
     before = os.umask(0)
     try:
-        kept_files.keep(built, path)
+        artifact_cache.keep(built, path)
     finally:
         os.umask(before)
     return path
 
 
 def test_a_kept_file_is_usable_and_begins_with_its_content(kept: Path) -> None:
-    assert kept_files.is_usable(kept)
+    assert artifact_cache.is_usable(kept)
     assert kept.read_bytes()[: len(CONTENT)] == CONTENT
     assert list(kept.parent.iterdir()) == [kept]
 
@@ -34,15 +34,15 @@ def test_a_kept_file_is_usable_and_begins_with_its_content(kept: Path) -> None:
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o666])
 def test_a_file_that_others_may_write_is_not_usable(kept: Path, mode: int) -> None:
     kept.chmod(mode)
-    assert not kept_files.is_usable(kept)
+    assert not artifact_cache.is_usable(kept)
     kept.chmod(0o755)
-    assert kept_files.is_usable(kept)
+    assert artifact_cache.is_usable(kept)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_file_of_another_user_is_not_usable(kept: Path) -> None:
     os.chown(kept, 12345, -1)
-    assert not kept_files.is_usable(kept)
+    assert not artifact_cache.is_usable(kept)
 
 
 @pytest.mark.parametrize("at", [0, len(CONTENT) // 2, len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 15])
@@ -50,24 +50,24 @@ def test_one_changed_byte_is_noticed(kept: Path, at: int) -> None:
     content = bytearray(kept.read_bytes())
     content[at] ^= 1
     kept.write_bytes(content)
-    assert not kept_files.is_usable(kept)
+    assert not artifact_cache.is_usable(kept)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 15, len(CONTENT), len(CONTENT) + 15])
 def test_a_file_cut_short_is_noticed(kept: Path, num_bytes: int) -> None:
     os.truncate(kept, num_bytes)
-    assert not kept_files.is_usable(kept)
+    assert not artifact_cache.is_usable(kept)
 
 
 def test_nothing_and_a_directory_are_not_usable(tmp_path: Path) -> None:
-    assert not kept_files.is_usable(tmp_path / "nothing")
-    assert not kept_files.is_usable(tmp_path)
+    assert not artifact_cache.is_usable(tmp_path / "nothing")
+    assert not artifact_cache.is_usable(tmp_path)
 
 
 def test_keeping_again_replaces_what_is_there(kept: Path, tmp_path: Path) -> None:
     kept.write_bytes(b"of someone else")
-    kept_files.keep(tmp_path / "built", kept)
-    assert kept_files.is_usable(kept)
+    artifact_cache.keep(tmp_path / "built", kept)
+    assert artifact_cache.is_usable(kept)
 
 
 def test_pruning_takes_what_was_unused_for_longest_and_nothing_else(tmp_path: Path) -> None:
@@ -78,14 +78,14 @@ def test_pruning_takes_what_was_unused_for_longest_and_nothing_else(tmp_path: Pa
     other = tmp_path / "other.so"
     other.write_bytes(bytes(1000))
     os.utime(other, (0, 0))
-    kept_files.note_use(paths[0])
+    artifact_cache.note_use(paths[0])
 
-    kept_files.prune(tmp_path, "*.pt2", max_bytes=500)
+    artifact_cache.prune(tmp_path, "*.pt2", max_bytes=500)
     assert all(path.exists() for path in paths)
-    kept_files.prune(tmp_path, "*.pt2", max_bytes=399)
+    artifact_cache.prune(tmp_path, "*.pt2", max_bytes=399)
     assert [path.exists() for path in paths] == [True, False, False, True, True]
     assert other.exists()
-    kept_files.prune(tmp_path / "nowhere", "*.pt2", max_bytes=0)
+    artifact_cache.prune(tmp_path / "nowhere", "*.pt2", max_bytes=0)
 
 
 @pytest.mark.parametrize("below", ["", "below"])
@@ -95,18 +95,18 @@ def test_a_file_in_a_folder_that_others_may_write_is_neither_usable_nor_kept(
     """Between the look at a file and its use, another could be put in its place."""
     folder = tmp_path / below if below else kept.parent
     folder.chmod(0o777)
-    assert not kept_files.is_usable(kept)
+    assert not artifact_cache.is_usable(kept)
     with pytest.raises(PermissionError):
-        kept_files.keep(tmp_path / "built", kept)
+        artifact_cache.keep(tmp_path / "built", kept)
     folder.chmod(0o1777)  # as the folder of temporary files: others' files cannot be moved
-    assert kept_files.is_usable(kept)
+    assert artifact_cache.is_usable(kept)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_file_in_a_folder_of_another_user_is_not_usable(kept: Path, tmp_path: Path, below: str) -> None:
     os.chown(tmp_path / below if below else kept.parent, 12345, -1)
-    assert not kept_files.is_usable(kept)
+    assert not artifact_cache.is_usable(kept)
 
 
 def test_folders_are_made_for_this_user_alone(kept: Path) -> None:

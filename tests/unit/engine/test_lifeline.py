@@ -9,21 +9,21 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from specdec.engine.parallel import lifeline
-from specdec.engine.parallel.lifeline import Lifeline
+from specdec.engine.parallel import rank_heartbeat
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable
 
 _PATIENCE_S = 20.0
 
 
 class Ends:
-    """The first rank's lifeline, and the sockets of the others, whom the test plays."""
+    """The first rank's rank_heartbeat, and the sockets of the others, whom the test plays."""
 
     def __init__(self, num_ranks: int = 2) -> None:
         pairs = {rank: socket.socketpair() for rank in range(1, num_ranks)}
         self.others = {rank: pair[1] for rank, pair in pairs.items()}
         self.told: SimpleQueue[SpecdecError] = SimpleQueue()
-        self.first = Lifeline({rank: pair[0] for rank, pair in pairs.items()})
+        self.first = RankHeartbeat({rank: pair[0] for rank, pair in pairs.items()})
         self.first.watch(self.told.put)
 
     def hear(self) -> SpecdecError:
@@ -60,9 +60,9 @@ def test_a_rank_that_fails_says_why() -> None:
     """As the error that it is, whatever was on its way before."""
     pair = socket.socketpair()
     told: SimpleQueue[SpecdecError] = SimpleQueue()
-    first = Lifeline({1: pair[0]})
+    first = RankHeartbeat({1: pair[0]})
     first.watch(told.put)
-    Lifeline({0: pair[1]}).fail(InvalidRequest("model 'x' lacks weights", field="model"))
+    RankHeartbeat({0: pair[1]}).fail(InvalidRequest("model 'x' lacks weights", field="model"))
     error = told.get(timeout=_PATIENCE_S)
     assert isinstance(error, InvalidRequest)
     assert (error.message, error.field) == ("model 'x' lacks weights", "model")
@@ -80,7 +80,7 @@ def test_a_rank_that_leaves_in_order_is_no_loss_even_if_it_is_gone_before_it_is_
     pair[1].sendall(b"bye\n")
     pair[1].close()
     told: SimpleQueue[SpecdecError] = SimpleQueue()
-    Lifeline({1: pair[0]}).watch(told.put)
+    RankHeartbeat({1: pair[0]}).watch(told.put)
     with pytest.raises(Empty):
         told.get(timeout=0.3)
 
@@ -93,12 +93,12 @@ def test_a_rank_that_leaves_in_order_is_no_loss(ends: Ends) -> None:
 
 
 def test_a_silent_rank_is_lost_after_so_many_beats_and_one_that_beats_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "BEAT_S", 0.25)
+    monkeypatch.setattr(rank_heartbeat, "BEAT_S", 0.25)
     pair, silent = socket.socketpair(), socket.socketpair()
     alive, gone = SimpleQueue[SpecdecError](), SimpleQueue[SpecdecError]()
-    beating = [Lifeline({1: pair[0]}), Lifeline({0: pair[1]})]
+    beating = [RankHeartbeat({1: pair[0]}), RankHeartbeat({0: pair[1]})]
     beating[0].watch(alive.put)
-    Lifeline({1: silent[0]}).watch(gone.put)
+    RankHeartbeat({1: silent[0]}).watch(gone.put)
     assert gone.get(timeout=_PATIENCE_S).message == "rank 1 is gone: it has been silent for 2 s"
     assert alive.empty()
 
@@ -116,14 +116,14 @@ def test_strangers_take_nobodys_place() -> None:
             published.wait(_PATIENCE_S)
             return stored[key].encode()
 
-    store, led = Store(), SimpleQueue[Lifeline]()
-    threading.Thread(target=lambda: led.put(Lifeline.of_first(store, "127.0.0.1", 2)), daemon=True).start()
+    store, led = Store(), SimpleQueue[RankHeartbeat]()
+    threading.Thread(target=lambda: led.put(RankHeartbeat.of_first(store, "127.0.0.1", 2)), daemon=True).start()
     address = ("127.0.0.1", int(store.get("lifeline")))
     for words in (b"7\n", b"0\n", b"GET / HTTP/1.1\r\n"):
         with socket.create_connection(address) as stranger:
             stranger.sendall(words)
             assert stranger.recv(1) == b""
-    other = Lifeline.of_other(store, "127.0.0.1", 1)
+    other = RankHeartbeat.of_other(store, "127.0.0.1", 1)
     told: SimpleQueue[SpecdecError] = SimpleQueue()
     led.get(timeout=_PATIENCE_S).watch(told.put)
     other.fail(Unavailable("so it is"))

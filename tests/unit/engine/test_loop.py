@@ -41,7 +41,7 @@ class GreedyProgram:
     """Goes on with the likeliest token until the job has as much KV as its call may need."""
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        for job, token_id in zip(jobs, logits.likeliest_ids, strict=True):
+        for job, token_id in zip(jobs, logits.top_ids, strict=True):
             job.progress = [*(job.progress or ()), token_id]
             if job.kv_len < job.call.max_kv_len:
                 job.append(token_id)

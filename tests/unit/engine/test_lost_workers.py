@@ -47,7 +47,7 @@ class OneToken:
     """Answers each job with the likeliest token."""
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        for job, token_id in zip(jobs, logits.likeliest_ids, strict=True):
+        for job, token_id in zip(jobs, logits.top_ids, strict=True):
             job.finish(token_id)
 
 

@@ -15,7 +15,7 @@ from specdec.engine.heads.factory import load_head
 from specdec.engine.model.attention import register_attention
 from specdec.engine.model.layer_probe import PROBE_NAME, register_probe
 from specdec.errors import InvalidRequest, Unsupported
-from specdec.local_drafts import LocalDraftSpec
+from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_drive import HeadDrive
 from tests.support.head_references import hidden_states
 from tests.support.mtp_checkpoints import MTP_TYPES, build_mtp_checkpoint

@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from specdec.engine.base import StepPlan
-from specdec.engine.captured import fused_operations
-from specdec.engine.captured import paged_attention as module
-from specdec.engine.captured.fused_operations import Tiling
-from specdec.engine.captured.paged_attention import RaggedRows, Splitting, paged_attention
-from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
-from tests.support.captured_rig import (
+from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
     CountedCapture,
@@ -32,6 +24,14 @@ from tests.support.captured_rig import (
     random_tokens,
     record_on_tape,
 )
+
+from specdec.engine.base import StepPlan
+from specdec.engine.cuda_graphs import fused_operations
+from specdec.engine.cuda_graphs import paged_attention as module
+from specdec.engine.cuda_graphs.fused_operations import Tiling
+from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.loader import load_worker
+from specdec.engine.model.options import CompileOptions
 from tests.support.fused_rig import round_bfloat16
 from tests.support.interpreted_kernels import kernels_on_tape
 
@@ -71,9 +71,9 @@ def test_steps_through_the_kernels_equal_eager_ones(mixed: Path, caplog: pytest.
 def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None:
     pair = Pair(mixed, capture=counted(), attention="paged")
     for table in pair.tables[1:3]:
-        assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), is_captured=False).isnan().all()
+        assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), uses_cuda_graphs=False).isnan().all()
     one, two = random_tokens(8, 60), random_tokens(9, 60)
-    pair.run(piece(one, 0, 12, pair.tables[1], 1), piece(two, 0, 12, pair.tables[2], 1), is_captured=False)
+    pair.run(piece(one, 0, 12, pair.tables[1], 1), piece(two, 0, 12, pair.tables[2], 1), uses_cuda_graphs=False)
     for start in range(12, 18, 3):  # across the end of a page
         poison = piece([NAN_TOKEN_ID] * 60, start, start + 1, pair.tables[3], 1)
         first = piece(one, start, start + 3, pair.tables[1], 3)
@@ -82,11 +82,11 @@ def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None
 
 def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded of padding."""
-    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1, 2))
+    monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 2))
     with kernels_on_tape():
         pair = Pair(mixed, capture=record_on_tape, widths=(1, 3), attention="paged")
         one, two = random_tokens(14, 60), random_tokens(15, 60)
-        pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), is_captured=False)
+        pair.run(piece(one, 0, 40, pair.tables[0], 1), piece(two, 0, 9, pair.tables[1], 1), uses_cuda_graphs=False)
         ends = [40, 9]
         for widths in ((3, 1), (2, 3), (0, 2)):
             slices = []
@@ -100,10 +100,10 @@ def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.
 def test_steps_that_no_recording_holds_take_the_kernels_too_and_neither_gather_nor_mask(
     mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.engine.captured.ragged_steps._MOST_ROWS", 16)  # a chunk takes several launches
+    monkeypatch.setattr("specdec.engine.cuda_graphs.ragged_steps._MOST_ROWS", 16)  # a chunk takes several launches
     pair = Pair(mixed, capture=counted(), attention="paged")
     one, two = random_tokens(16, 80), random_tokens(17, 40)
-    pair.run(piece(one, 0, 40, pair.tables[0], 1), is_captured=False)
+    pair.run(piece(one, 0, 40, pair.tables[0], 1), uses_cuda_graphs=False)
     # A chunk behind a prefix, a prompt from its first token on, a draft step.
     mixture = StepPlan((
         piece(one, 40, 61, pair.tables[0], 2), piece(two, 0, 18, pair.tables[1], 0), piece(two, 0, 1, pair.tables[2], 1)
@@ -175,7 +175,7 @@ def test_on_a_cpu_nothing_is_tried(mixed: Path, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_bfloat16(monkeypatch)
-    monkeypatch.setattr("specdec.engine.captured.buckets._NUM_SEQUENCES", (1,))
+    monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1,))
     demo = Path(__file__).parents[3] / "models" / "demo" / "draft"
     texts = {}
     for backend in ("eager", "captured"):

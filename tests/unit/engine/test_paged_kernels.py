@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.captured.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
 from tests.support.paged_rig import SMALL, TOLERANCE, Heads, Part, Step, batch, check
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.captured import row_products
-from specdec.engine.captured.row_products import RowProjection, multiply, tiling
-from specdec.engine.model.int8_weight import Int8Weight, quantise
+from specdec.engine.linear import row_products
+from specdec.engine.linear.int8 import Int8Weight, quantise
+from specdec.engine.linear.row_products import RowProjection, multiply, tiling
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
 pytestmark = pytest.mark.skipif(

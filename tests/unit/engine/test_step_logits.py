@@ -32,11 +32,11 @@ def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_takes_the_
         ]
     )
     read = StepLogits.read(rows)
-    assert read.likeliest_ids[:2] == [1, 2]
+    assert read.top_ids[:2] == [1, 2]
     assert read.is_finite == [True, True, False, False, False]
     part = read.select([1, 4])
     assert (len(part), part.num_tokens) == (2, 3)
-    assert part.likeliest_ids == [2, 1]
+    assert part.top_ids == [2, 1]
     assert part.is_finite == [True, False]
     torch.testing.assert_close(part.values, rows[[1, 4]], rtol=0, atol=0, equal_nan=True)
 
@@ -52,7 +52,7 @@ def test_either_reader_takes_what_numpys_argmax_takes(num_tokens: int, reader: s
     padded = np.full((200, num_tokens + 3), 1e9, dtype=np.float32)  # of which a part is read
     padded[:, :num_tokens] = rows
     read = StepLogits.read(torch.from_numpy(padded)[:, :num_tokens])
-    assert read.likeliest_ids == rows.argmax(axis=-1).tolist()
+    assert read.top_ids == rows.argmax(axis=-1).tolist()
     assert read.is_finite == np.isfinite(rows[np.arange(200), rows.argmax(axis=-1)]).tolist()
     assert (kernel_choices.likeliest(read.values) is None) == (reader == "numpy")
 

@@ -12,7 +12,7 @@ import torch
 
 from specdec.engine.base import ModelShape, StepPlan
 from specdec.engine.loader import load_worker
-from specdec.engine.model.thread_choice import choose_threads, measure_rounds, settle_threads
+from specdec.engine.model.thread_tuning import choose_threads, measure_rounds, settle_threads
 from tests.support.tiny_models import build_tiny_model
 
 

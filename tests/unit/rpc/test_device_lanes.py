@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.device_thread_socket_rig import Replica, announce_unix_sockets, linked
 
 from specdec import errors
 from specdec.engine.loop import watchdog
 from specdec.rpc.client import CALLS_ALONE, DraftLink
-from specdec.rpc.device_lane import LOOK_S
-from specdec.rpc.lanes import hello, prefixed, socket_path
+from specdec.rpc.device_thread_socket import LOOK_S
+from specdec.rpc.unix_sockets import handshake, prefixed, socket_path
 from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
-from tests.support.device_lane_rig import Replica, linked, tell_lanes
 from tests.support.noted_frames import noted_frames
 from tests.support.open_files import no_more_files
 
@@ -133,7 +133,7 @@ async def test_a_hung_device_fails_its_callers_at_once_and_has_another_lane_when
         await eventually(lambda: replica.device_lane not in ("", name))
         replica.engine.threads.clear()
         for each in (link, other):
-            tell_lanes(replica, each)
+            announce_unix_sockets(replica, each)
             async with asyncio.timeout(_PATIENCE_S):
                 await rounds(each, CALLS_ALONE + 1, "u", first=100 * (each is other))
             assert replica.engine.threads[-1] == DEVICE
@@ -179,7 +179,7 @@ async def test_a_draining_replica_answers_what_is_in_flight_on_it_and_waits_for_
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
         replica.servicer.drain()
-        ending = asyncio.create_task(replica.servicer.close_lanes(10 * _PATIENCE_S))
+        ending = asyncio.create_task(replica.servicer.close_unix_sockets(10 * _PATIENCE_S))
         await asyncio.sleep(2 * LOOK_S)
         assert not ending.done()
         assert replica.device_lane == ""
@@ -201,7 +201,7 @@ async def test_a_device_that_hangs_while_its_service_drains_keeps_nobody(monkeyp
         await replica.worker.held()
         replica.servicer.drain()
         async with asyncio.timeout(_PATIENCE_S):
-            ending = asyncio.create_task(replica.servicer.close_lanes(10 * _PATIENCE_S))
+            ending = asyncio.create_task(replica.servicer.close_unix_sockets(10 * _PATIENCE_S))
             with pytest.raises(errors.Unavailable, match="closed the lane"):
                 await call
             await ending
@@ -216,10 +216,10 @@ async def test_a_draining_replica_whose_device_sleeps_is_left_at_once() -> None:
         await rounds(link, CALLS_ALONE)
         replica.servicer.drain()
         async with asyncio.timeout(_PATIENCE_S):
-            await replica.servicer.close_lanes(10 * _PATIENCE_S)
+            await replica.servicer.close_unix_sockets(10 * _PATIENCE_S)
 
 
-@pytest.mark.parametrize("words", [b"", hello("")], ids=["silent", "greets"])
+@pytest.mark.parametrize("words", [b"", handshake("")], ids=["silent", "greets"])
 async def test_who_is_taken_while_a_step_runs_and_asks_nothing_keeps_no_draining_replica(words: bytes) -> None:
     async with Replica() as replica, linked(replica) as link:
         await rounds(link, CALLS_ALONE - 1)
@@ -230,7 +230,7 @@ async def test_who_is_taken_while_a_step_runs_and_asks_nothing_keeps_no_draining
         writer.write(words)
         await asyncio.sleep(0.1)  # taken by the service's thread
         replica.servicer.drain()
-        ending = asyncio.create_task(replica.servicer.close_lanes(10 * _PATIENCE_S))
+        ending = asyncio.create_task(replica.servicer.close_unix_sockets(10 * _PATIENCE_S))
         await asyncio.sleep(0.1)
         replica.worker.let_go()
         async with asyncio.timeout(_PATIENCE_S):
@@ -270,7 +270,7 @@ async def test_a_lane_is_there_again_once_there_are_files_for_it() -> None:
                 with os.fdopen(os.dup(0)):  # instead of what listened
                     await asyncio.sleep(2 * LOOK_S)
             await eventually(lambda: replica.device_lane not in ("", name))
-        tell_lanes(replica, link)
+        announce_unix_sockets(replica, link)
         await rounds(link, 2, "t")
         assert replica.engine.threads[-1] == DEVICE
 
@@ -316,7 +316,7 @@ async def test_a_device_thread_sleeps_however_its_lane_was_used() -> None:
         assert time.process_time() - began_s < 0.25
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", hello("") + prefixed(b"\xff\xff\xff")])
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", handshake("") + prefixed(b"\xff\xff\xff")])
 async def test_a_hostile_caller_is_hung_up_on_and_the_device_goes_on(words: bytes) -> None:
     async with Replica() as replica, linked(replica) as link:
         await rounds(link, CALLS_ALONE)

@@ -60,7 +60,7 @@ def verification() -> VerifyRequest:
 async def test_the_model_that_is_meant_answers_and_says_which_process_it_is() -> None:
     async with linked() as (link, engine):
         met: list[str] = []
-        link.on_meeting = met.append
+        link.on_handshake = met.append
         for model in (MODEL, MODEL, ""):
             await link.verify(verification(), model=model)
         incarnation = (await link.info()).incarnation

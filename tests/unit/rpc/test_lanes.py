@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, lane_server, lanes
+from specdec.rpc import codec, unix_socket_server, unix_sockets
 from specdec.rpc.client import CALLS_ALONE, DraftLink
 from specdec.rpc.frames import MAX_OPEN_ITEMS
 from specdec.rpc.framing import join_items
-from specdec.rpc.lanes import FrameReader, hello, is_name, new_name, prefixed, socket_path
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.unix_sockets import FrameReader, handshake, is_name, new_name, prefixed, socket_path
 from specdec.types import ProposeRequest
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import ArithmeticDraft, make_round
@@ -47,11 +47,11 @@ class Replica:
 
     async def __aenter__(self) -> Replica:
         await self.server.start()
-        await self.servicer.open_lanes(MAX_FRAME_BYTES)
+        await self.servicer.open_unix_sockets(MAX_FRAME_BYTES)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(self.server.stop(0), self.servicer.close_lanes(0))
+        await asyncio.gather(self.server.stop(0), self.servicer.close_unix_sockets(0))
 
     @property
     def num_lanes(self) -> int:
@@ -74,7 +74,7 @@ async def linked(replica: Replica, lane: str | None = None) -> Any:
 
 
 @asynccontextmanager
-async def false_lane(answers: Callable[[asyncio.StreamWriter], None]) -> Any:
+async def false_unix_socket(answers: Callable[[asyncio.StreamWriter], None]) -> Any:
     """A socket with a lane's name that answers a greeting with something else; gives its name."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -132,7 +132,7 @@ async def test_a_lane_that_nobody_serves_costs_no_call() -> None:
 async def test_a_coordinator_elsewhere_than_its_replicas_loses_no_request_and_no_draft() -> None:
     async with Rig(targets=1, drafts=1) as rig:
         for service in rig.services:
-            service.servicer._lane = service.servicer._device_lane = SimpleNamespace(name=new_name())
+            service.servicer._unix_socket = service.servicer._device_thread_socket = SimpleNamespace(name=new_name())
         coordinator = await rig.coordinator()
         for _ in range(3):
             output = await coordinator.generate(request())
@@ -153,7 +153,7 @@ async def test_a_lane_that_breaks_fails_what_waits_on_it_and_the_next_call_goes_
     async with Replica() as replica, linked(replica) as link:
         pending = [asyncio.create_task(link.propose(ask(f"hold {index}"))) for index in range(3)]
         await replica.engine.asked["hold 2"].wait()
-        await replica.servicer.close_lanes(0)
+        await replica.servicer.close_unix_sockets(0)
         for call in pending:
             with pytest.raises(errors.Unavailable, match="closed the lane"):
                 await call
@@ -186,7 +186,7 @@ async def test_a_lane_of_another_model_answers_nothing() -> None:
 async def test_whoever_answers_a_lane_says_which_process_it_is() -> None:
     async with Replica() as replica, linked(replica) as link:
         met: list[str] = []
-        link.on_meeting = met.append
+        link.on_handshake = met.append
         await link.propose(ask())
         await link.propose(ask())
         assert met == [replica.servicer.info().incarnation]
@@ -194,12 +194,12 @@ async def test_whoever_answers_a_lane_says_which_process_it_is() -> None:
 
 async def test_another_users_process_is_refused_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Replica() as replica, linked(replica) as link:
-        monkeypatch.setattr(lane_server, "is_of_this_user", lambda connection: False)
+        monkeypatch.setattr(unix_socket_server, "is_of_this_user", lambda connection: False)
         assert (await link.propose(ask())).kv_len == 5  # over gRPC
         assert replica.num_lanes == 0
     monkeypatch.undo()
     async with Replica() as replica, linked(replica) as link:
-        monkeypatch.setattr("specdec.rpc.lane_stream.is_of_this_user", lambda connection: False)
+        monkeypatch.setattr("specdec.rpc.unix_socket_stream.is_of_this_user", lambda connection: False)
         assert (await link.propose(ask())).kv_len == 5
         assert replica.num_lanes == 0
 
@@ -207,7 +207,7 @@ async def test_another_users_process_is_refused_at_both_ends(monkeypatch: pytest
 def test_the_other_end_of_a_socket_is_known_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert lanes.is_of_this_user(ours)
+        assert unix_sockets.is_of_this_user(ours)
         if os.geteuid() == 0:  # whose own sockets are root's to everybody
             os.seteuid(65534)
             try:
@@ -215,18 +215,18 @@ def test_the_other_end_of_a_socket_is_known_by_its_user(monkeypatch: pytest.Monk
             finally:
                 os.seteuid(0)
             with stranger, other:
-                assert not lanes.is_of_this_user(stranger)
+                assert not unix_sockets.is_of_this_user(stranger)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-            assert not lanes.is_of_this_user(ours)
+            assert not unix_sockets.is_of_this_user(ours)
 
 
-GREETED = hello("model", "incarnation")
+GREETED = handshake("model", "incarnation")
 #: What a false lane says, and what a call on it fails with; "": it had not greeted.
 ANSWERS = {
     "garbage": (lambda writer: writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n"), ""),
     "an endless greeting": (lambda writer: writer.write(b"\xff\xff\x00\x00" + bytes(70_000)), ""),
-    "a refusal": (lambda writer: writer.write(hello("not now")), ""),
+    "a refusal": (lambda writer: writer.write(handshake("not now")), ""),
     "a frame that is none": (lambda writer: writer.write(GREETED + prefixed(b"\xff\xff\xff")), "no frame"),
     "an answer nobody asked for": (
         lambda writer: writer.write(
@@ -242,7 +242,7 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_a_false_lane_fails_its_calls_once_it_has_greeted_and_others_go_over_grpc(name: str) -> None:
     answers, told = ANSWERS[name]
-    async with Replica() as replica, false_lane(answers) as lane, linked(replica, lane) as link:
+    async with Replica() as replica, false_unix_socket(answers) as lane, linked(replica, lane) as link:
         if told:
             with pytest.raises(errors.Unavailable, match=told):
                 await link.propose(ask())
@@ -266,11 +266,11 @@ MANY_FIELDS = b"\x12\x80\xb5\x18" + b"\x30\x01" * 200_000
         (b"GET / HTTP/1.1\r\n\r\n",),
         (prefixed(b"no greeting"),),
         (b"\xff\xff\xff\xff",),
-        (hello(""), b"\xff\xff\xff\x7f"),
-        (hello(""), prefixed(b"\xff\xff\xff")),
-        (hello(""), prefixed(join_items([MANY_FIELDS]))),
-        (hello(""), prefixed(join_items([b""] * 2000))),
-        (hello("another model"),),
+        (handshake(""), b"\xff\xff\xff\x7f"),
+        (handshake(""), prefixed(b"\xff\xff\xff")),
+        (handshake(""), prefixed(join_items([MANY_FIELDS]))),
+        (handshake(""), prefixed(join_items([b""] * 2000))),
+        (handshake("another model"),),
     ],
     ids=["http", "no greeting", "long greeting", "long frame", "no frame", "many fields", "many items", "model"],
 )
@@ -299,7 +299,7 @@ async def test_hostile_callers_are_a_line_a_second_in_the_log(caplog: pytest.Log
 async def test_a_caller_that_asks_without_end_is_not_read_without_end() -> None:
     num_frames, per_frame = 12, 1024
     async with Replica() as replica:
-        reader, writer = await _speak(replica.lane, hello(""))
+        reader, writer = await _speak(replica.lane, handshake(""))
         for frame in range(num_frames):
             requests = [
                 codec.encode_propose_request(ask(f"hold {frame}.{index}"), frame * per_frame + index)
@@ -326,7 +326,7 @@ async def test_calls_given_up_while_a_replica_does_not_read_never_leave() -> Non
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal received
-        await reader.readexactly(len(hello("")))
+        await reader.readexactly(len(handshake("")))
         writer.write(GREETED)
         await begin.wait()
         while chunk := await reader.read(1 << 20):
@@ -349,7 +349,7 @@ async def test_calls_given_up_while_a_replica_does_not_read_never_leave() -> Non
 
 
 async def test_one_lane_more_than_there_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_server, "MAX_LANES", 2)
+    monkeypatch.setattr(unix_socket_server, "MAX_UNIX_SOCKETS", 2)
     async with Replica() as replica, linked(replica) as first, linked(replica) as second, linked(replica) as third:
         await asyncio.gather(first.propose(ask()), second.propose(ask()))
         assert (await third.propose(ask())).kv_len == 5  # over gRPC
@@ -364,7 +364,7 @@ async def test_lanes_that_have_ended_are_kept_by_nobody() -> None:
         async with asyncio.timeout(20.0):
             await eventually(lambda: replica.num_lanes == 0)
         gc.collect()
-        assert sum(type(kept) is lane_server.Lane for kept in gc.get_objects()) == 0
+        assert sum(type(kept) is unix_socket_server.UnixSocketConnection for kept in gc.get_objects()) == 0
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 50), max_size=20))

@@ -14,7 +14,7 @@ from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec, replies
-from specdec.rpc.client import DraftLink, TargetLink, WireCount
+from specdec.rpc.client import DraftLink, TargetLink, WireStats
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
@@ -36,13 +36,13 @@ from tests.support.silent_service import silent_service
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["grpc", "lane"])
 def _carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftReplica, "has_lane", request.param)
+    monkeypatch.setattr(DraftReplica, "has_unix_socket", request.param)
 
 
 class DraftReplica:
     """A draft service around the arithmetic engine, on a real port."""
 
-    has_lane = False
+    has_unix_socket = False
 
     def __init__(self, port: int = 0, *, max_message_bytes: int = 4 << 20) -> None:
         self.max_message_bytes = max_message_bytes
@@ -56,15 +56,15 @@ class DraftReplica:
 
     async def __aenter__(self) -> DraftReplica:
         await self.server.start()
-        if self.has_lane:
-            await self.servicer.open_lanes(self.max_message_bytes)
+        if self.has_unix_socket:
+            await self.servicer.open_unix_sockets(self.max_message_bytes)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop(0)
 
     async def stop(self, grace_s: float) -> None:
-        await asyncio.gather(self.server.stop(grace_s), self.servicer.close_lanes(grace_s))
+        await asyncio.gather(self.server.stop(grace_s), self.servicer.close_unix_sockets(grace_s))
 
     def link(self) -> DraftLink:
         """One that has asked the replica what it is."""
@@ -89,7 +89,7 @@ def ask(session_id: str = "s", gamma: int = 3, *, num_tokens: int = 3) -> Propos
 async def test_a_proposal_comes_back_with_the_bytes_it_cost() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         request = ask(gamma=4)
-        wire = WireCount()
+        wire = WireStats()
         reply = await link.propose(request, wire)
         expected = await replica.engine.propose(request)
         assert reply.draft_token_ids.tolist() == [3, 4, 5, 6]
@@ -101,13 +101,13 @@ async def test_a_proposal_comes_back_with_the_bytes_it_cost() -> None:
 
 async def test_failed_and_cancelled_calls_are_counted_with_what_they_sent_and_received() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
-        wire = WireCount()
+        wire = WireStats()
         missed = ask("raise:KvMiss")
         with pytest.raises(errors.KvMiss):
             await link.propose(missed, wire)
         sent = codec.encode_propose_request(missed, 1).ByteSize()
         assert wire.num_bytes > sent
-        wire = WireCount()
+        wire = WireStats()
         held = ask("hold")
         cancelled = asyncio.create_task(link.propose(held, wire))
         await replica.engine.asked["hold"].wait()
@@ -359,7 +359,7 @@ async def test_more_calls_of_one_turn_than_a_frame_may_have_items_are_spread_ove
 
 async def test_greedy_rounds_carry_token_ids_alone() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
-        law_wire, greedy_wire = WireCount(), WireCount()
+        law_wire, greedy_wire = WireStats(), WireStats()
         await link.propose(ProposeRequest(make_round(), 8), law_wire)
         greedy = await link.propose(ProposeRequest(make_round(filters=GREEDY), 8), greedy_wire)
         assert greedy.supports == ()

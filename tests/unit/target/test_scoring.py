@@ -15,10 +15,10 @@ from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.model.options import CompileOptions
 from specdec.errors import InvalidRequest, ResourceExhausted
-from specdec.local_drafts import LocalDraftSpec
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import (
     SCORED_GAMMA,
     DrawRule,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.translation.own_text import OwnText
-from specdec.translation.pair import TokenizerPair, load_pair
-from specdec.translation.retokenizer import retokenise
-from specdec.vocabulary import load_tokenizer
+from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.cross_vocabulary.draft_vocabulary_text import DraftVocabularyText
+from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
+from specdec.cross_vocabulary.retokenizer import retokenise
 from tests.support.other_tokenizers import CORPUS, TEXTS, save_byte_level, save_pieces
 
 LONG_TEXT = " ".join(CORPUS + TEXTS) * 3
@@ -28,14 +28,14 @@ def pair(request: pytest.FixtureRequest, directories: tuple[Path, Path]) -> Toke
     return load_pair(draft, target)
 
 
-def own_text(pair: TokenizerPair, committed: list[int]) -> OwnText:
-    text = OwnText(pair)
+def draft_vocabulary_text(pair: TokenizerPair, committed: list[int]) -> DraftVocabularyText:
+    text = DraftVocabularyText(pair)
     text.append(committed)
     return text
 
 
-def own_bytes(pair: TokenizerPair, text: OwnText) -> bytes:
-    return b"".join(pair.draft.token_bytes[own_id] for own_id in text.own_ids)
+def own_bytes(pair: TokenizerPair, text: DraftVocabularyText) -> bytes:
+    return b"".join(pair.draft.token_bytes[draft_vocab_id] for draft_vocab_id in text.draft_vocab_ids)
 
 
 @pytest.mark.parametrize("text", [*TEXTS, LONG_TEXT], ids=[*(t[:8] for t in TEXTS), "long"])
@@ -43,8 +43,8 @@ def own_bytes(pair: TokenizerPair, text: OwnText) -> bytes:
 def test_own_tokens_are_those_of_the_whole_text(directories: tuple[Path, Path], text: str, reverse: bool) -> None:
     draft, target = directories[::-1] if reverse else directories
     committed = load_tokenizer(target).encode(text)
-    own = own_text(load_pair(draft, target), committed)
-    assert list(own.own_ids) == load_tokenizer(draft).encode(text)
+    own = draft_vocabulary_text(load_pair(draft, target), committed)
+    assert list(own.draft_vocab_ids) == load_tokenizer(draft).encode(text)
 
 
 def test_own_tokens_do_not_depend_on_the_portions_that_tokens_came_in(pair: TokenizerPair) -> None:
@@ -52,57 +52,59 @@ def test_own_tokens_do_not_depend_on_the_portions_that_tokens_came_in(pair: Toke
     for _ in range(20):
         # Any tokens at all: special ones, halves of characters, bytes that are none.
         committed = [chance.randrange(pair.target_size) for _ in range(200)]
-        whole = own_text(pair, committed)
-        grown = OwnText(pair)
+        whole = draft_vocabulary_text(pair, committed)
+        grown = DraftVocabularyText(pair)
         while len(grown) < len(committed):
             if chance.random() < 0.3:  # some of them were not to stay
                 kept = len(grown) - chance.randrange(min(len(grown), 4) + 1)
                 grown.append([chance.randrange(pair.target_size) for _ in range(chance.randrange(1, 30))])
                 grown.truncate(kept)
             grown.append(committed[len(grown) : len(grown) + chance.randrange(1, 9)])
-        assert list(grown.own_ids) == list(whole.own_ids)
+        assert list(grown.draft_vocab_ids) == list(whole.draft_vocab_ids)
         assert grown.open_piece == whole.open_piece
 
 
 def test_every_cut_of_a_session_is_the_session_that_was_cut(pair: TokenizerPair) -> None:
     committed = pair.target.encode(LONG_TEXT[:600].encode())
-    grown, (other,) = own_text(pair, committed), pair.target.encode(b"x")
+    grown, (other,) = draft_vocabulary_text(pair, committed), pair.target.encode(b"x")
     for length in range(len(committed), -1, -1):
         grown.truncate(length)
-        assert list(grown.own_ids) == list(own_text(pair, committed[:length]).own_ids)
+        assert list(grown.draft_vocab_ids) == list(draft_vocabulary_text(pair, committed[:length]).draft_vocab_ids)
         # What had been cut off there may now be gone on with.
         grown.append([other])
-        assert list(grown.own_ids) == list(own_text(pair, [*committed[:length], other]).own_ids)
-        assert grown.open_piece == own_text(pair, [*committed[:length], other]).open_piece
+        assert list(grown.draft_vocab_ids) == list(
+            draft_vocabulary_text(pair, [*committed[:length], other]).draft_vocab_ids
+        )
+        assert grown.open_piece == draft_vocabulary_text(pair, [*committed[:length], other]).open_piece
 
 
 def test_a_character_that_has_only_begun_is_read_as_bytes_until_it_is_whole(directories: tuple[Path, Path]) -> None:
     for draft, target in (directories, directories[::-1]):
         pair = load_pair(draft, target)
         committed = load_tokenizer(target).encode("ab 🐎")  # a horse has no token anywhere
-        text = OwnText(pair)
+        text = DraftVocabularyText(pair)
         for token_id in committed:
             text.append([token_id])
         assert own_bytes(pair, text).removeprefix(b" ") == "ab 🐎".encode()
-        assert list(text.own_ids) == load_tokenizer(draft).encode("ab 🐎")
-        half = own_text(pair, committed[:-1])
+        assert list(text.draft_vocab_ids) == load_tokenizer(draft).encode("ab 🐎")
+        half = draft_vocabulary_text(pair, committed[:-1])
         assert own_bytes(pair, half).removeprefix(b" ") == "ab 🐎".encode()[:-1]
 
 
 def test_a_sequence_begins_once(directories: tuple[Path, Path]) -> None:
     byte_level, pieces = directories
     begin = load_tokenizer(pieces).bos_token_id
-    for_bytes = own_text(load_pair(pieces, byte_level), load_tokenizer(byte_level).encode("The fox"))
-    assert list(for_bytes.own_ids).count(begin) == 1
-    assert for_bytes.own_ids[0] == begin
-    from_pieces = own_text(load_pair(pieces, pieces), load_tokenizer(pieces).encode("The fox"))
-    assert list(from_pieces.own_ids) == load_tokenizer(pieces).encode("The fox")
-    for_pieces = own_text(load_pair(byte_level, pieces), load_tokenizer(pieces).encode("The fox"))
-    assert list(for_pieces.own_ids) == load_tokenizer(byte_level).encode("The fox")
+    for_bytes = draft_vocabulary_text(load_pair(pieces, byte_level), load_tokenizer(byte_level).encode("The fox"))
+    assert list(for_bytes.draft_vocab_ids).count(begin) == 1
+    assert for_bytes.draft_vocab_ids[0] == begin
+    from_pieces = draft_vocabulary_text(load_pair(pieces, pieces), load_tokenizer(pieces).encode("The fox"))
+    assert list(from_pieces.draft_vocab_ids) == load_tokenizer(pieces).encode("The fox")
+    for_pieces = draft_vocabulary_text(load_pair(byte_level, pieces), load_tokenizer(pieces).encode("The fox"))
+    assert list(for_pieces.draft_vocab_ids) == load_tokenizer(byte_level).encode("The fox")
 
 
 def test_text_without_a_place_to_cut_is_cut_all_the_same(pair: TokenizerPair) -> None:
-    text = OwnText(pair)
+    text = DraftVocabularyText(pair)
     for _ in range(30):
         text.append(pair.target.encode(("今天" * 40).encode()))
         assert len(text.open_piece) <= 512 + 32
@@ -135,10 +137,13 @@ def test_a_drafted_character_that_has_only_begun_is_left_out(pair: TokenizerPair
 
 def test_how_much_of_a_text_has_no_token_in_common_is_told(directories: tuple[Path, Path]) -> None:
     pair = load_pair(directories[0], directories[1])
-    unmapped = [t for t, own in enumerate(pair.tokens.own_of) if own < 0 and pair.target.token_bytes[t]]
-    mapped = [t for t, own in enumerate(pair.tokens.own_of) if own >= 0 and pair.target.token_bytes[t]]
-    assert own_text(pair, mapped[-48:] + unmapped[:16]).unmapped_share(64, 16) == 0.25
-    assert own_text(pair, mapped[-48:] + unmapped[:1] * 64).unmapped_share(64, 16) == 1.0
+    unmapped = [t for t, own in enumerate(pair.tokens.draft_vocab_of) if own < 0 and pair.target.token_bytes[t]]
+    mapped = [t for t, own in enumerate(pair.tokens.draft_vocab_of) if own >= 0 and pair.target.token_bytes[t]]
+    assert draft_vocabulary_text(pair, mapped[-48:] + unmapped[:16]).unmapped_share(64, 16) == 0.25
+    assert draft_vocabulary_text(pair, mapped[-48:] + unmapped[:1] * 64).unmapped_share(64, 16) == 1.0
     # A special token is no text, and says nothing.
-    assert own_text(pair, [pair.target_end_id] * 8 + mapped[-24:] + unmapped[:8]).unmapped_share(64, 16) == 0.25
-    assert own_text(pair, unmapped[:1]).unmapped_share(64, 16) == 1 / 16
+    assert (
+        draft_vocabulary_text(pair, [pair.target_end_id] * 8 + mapped[-24:] + unmapped[:8]).unmapped_share(64, 16)
+        == 0.25
+    )
+    assert draft_vocabulary_text(pair, unmapped[:1]).unmapped_share(64, 16) == 1 / 16

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
 from specdec.errors import Unsupported, VocabularyMismatch
-from specdec.translation.pair import TokenizerPair, load_pair
-from specdec.vocabulary import load_tokenizer
 from tests.support.other_tokenizers import (
     TEXTS,
     save_byte_level,
@@ -44,7 +44,7 @@ def test_a_word_that_is_spelled_differently_is_shared(directories: tuple[Path, P
     for spelled_in_bytes, spelled_in_pieces in (("Ġthe", "▁the"), ("Ã©", "é"), ("ĠB", "▁B"), ("Ċ", "\n")):
         own, target = (t.get_vocab()[s] for t, s in ((byte_level, spelled_in_bytes), (pieces, spelled_in_pieces)))
         assert pair.tokens.target_of[own] == target
-        assert pair.tokens.own_of[target] == own
+        assert pair.tokens.draft_vocab_of[target] == own
 
 
 def test_a_byte_token_beside_a_token_of_the_same_bytes_is_read_and_never_drafted(
@@ -53,7 +53,7 @@ def test_a_byte_token_beside_a_token_of_the_same_bytes_is_read_and_never_drafted
     pair = load_pair(*directories)
     byte_level, pieces = (load_tokenizer(directory).get_vocab() for directory in directories)
     assert pair.tokens.target_of[byte_level["a"]] == pieces["a"]
-    assert pair.tokens.own_of[pieces["<0x61>"]] == byte_level["a"]
+    assert pair.tokens.draft_vocab_of[pieces["<0x61>"]] == byte_level["a"]
     assert pieces["<0x61>"] not in pair.tokens.target_of
 
 
@@ -79,9 +79,11 @@ def test_mapping_by_spelling_would_lose_what_is_not_ascii(directories: tuple[Pat
     spelled = {byte_level[token] for token in set(byte_level) & set(pieces)}
     pair = load_pair(*directories)
     text = " über die Brücke; 今天".encode()
-    own_ids = set(pair.draft.encode(text))
-    assert all(pair.tokens.target_of[own] >= 0 for own in own_ids if pair.draft.token_bytes[own] in (b" ", b"\xc3\xbc"))
-    assert sum(pair.tokens.target_of[own] >= 0 for own in own_ids) >= 2 * len(own_ids & spelled)
+    draft_vocab_ids = set(pair.draft.encode(text))
+    assert all(
+        pair.tokens.target_of[own] >= 0 for own in draft_vocab_ids if pair.draft.token_bytes[own] in (b" ", b"\xc3\xbc")
+    )
+    assert sum(pair.tokens.target_of[own] >= 0 for own in draft_vocab_ids) >= 2 * len(draft_vocab_ids & spelled)
 
 
 def test_tokenizers_without_a_common_token_are_refused_with_both_fingerprints(tmp_path: Path) -> None:
@@ -110,5 +112,5 @@ def test_tokens_that_the_model_has_not_are_neither_drafted_nor_read(directories:
     pair = load_pair(*directories)
     tokens = pair.tokens.of_model(300, [], pair.target_end_id)
     assert len(tokens.target_of) == 300
-    assert tokens.own_of.max() < 300
-    assert (tokens.own_of[tokens.target_of[tokens.target_of >= 0]] >= 0).all()
+    assert tokens.draft_vocab_of.max() < 300
+    assert (tokens.draft_vocab_of[tokens.target_of[tokens.target_of >= 0]] >= 0).all()

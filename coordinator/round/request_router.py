@@ -1,0 +1,224 @@
+"""One request's route: the draft pool that it has now, and the spans of its tokens that go to the others to be scored.
+
+It is left for another pool where that pays: the rest of the text, taken to be as long as what there is already, takes
+less time with the other one, its prefill of the whole session included, as this session's own scores and its class's
+say. Decided between two rounds, from what was committed (docs/protocol.md section 9). Not here: what is known of pools
+(`routes`). Made by `draft_kinds`; told of rounds by `generation/generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from coordinator.requests import RequestStats
+from coordinator.round.acceptance import Acceptance
+from coordinator.round.gamma import SESSION_KEEP
+from coordinator.round.routing_table import RoutingTable
+from coordinator.round.runner import RoundOutcome
+from coordinator.round.setting import RoundSetting
+from coordinator.round.tokens import SessionTokens
+from coordinator.routing.expected_rounds import ExpectedRounds, expected_rounds, rounds_of
+from coordinator.routing.scoring import MAX_CONTEXT_TOKENS, Span
+from specdec.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPosition, TokenIds
+
+#: Spans shorter than this are not worth a call.
+LEAST_SPAN_TOKENS = 8
+
+#: Output tokens that a trial goes on for: the pool that it interrupts has the rest of the span, to be compared.
+TRIAL_TOKENS = MAX_SCORED_TOKENS // 3
+
+#: Another pool must finish the rest in so much of the time.
+WORTH_LEAVING = 0.85
+
+
+class RequestRouter:
+    """Used by one generation."""
+
+    def __init__(self, request_class: str, routes: RoutingTable, setting: RoundSetting, tokens: SessionTokens) -> None:
+        """
+        Args:
+            request_class: of the request.
+            routes: what is known of the pools.
+            setting: of the request.
+            tokens: of its session; shared with whoever extends it.
+        """
+        self.request_class = request_class
+        self._routes = routes
+        self._setting = setting
+        self._tokens = tokens
+        self._promoted = ""
+        """The pool that it has because that is being promoted."""
+        self._is_compared = False
+        """Whether its speed says something of the pool that is being promoted."""
+        self._outgrown: set[str] = set()
+        """Pools whose context the session is beyond."""
+        self._home, self._trial = "", ""
+        """The pool that a trial interrupts, and the one that is tried; "" while there is none."""
+        self._tried: set[str] = set()
+        """Pools that the span has a trial of."""
+        self._trial_end = 0
+        """Tokens of the session at which it is over."""
+        self._own: dict[str, Acceptance] = {}
+        self._has_news = False
+        self._is_first_span = True
+        self._start = len(tokens)
+        """Position of the span's first token."""
+        self._p: list[float] = []
+        self._used: dict[str, list[list[float]]] = {}
+        """By pool: draft tokens tested and accepted in the span, by their index in the round."""
+
+    def begin(self) -> str:
+        """The pool to begin with; "" where there is none."""
+        usual, canary = self._routes.choose(self.request_class), self._routes.canary
+        if canary is None or canary.promotion is None or canary.promotion.pool not in self._routes.scored():
+            return usual
+        self._promoted = canary.pool_of(self._setting.session_id)
+        self._is_compared = usual != canary.promotion.pool
+        return self._promoted or usual
+
+    def next_pool(self, pool: str, limit: int) -> str:
+        """The pool of the next round, mostly the one there is.
+
+        Args:
+            pool: of the last one.
+            limit: tokens that may still come.
+        """
+        if self._promoted:
+            return pool
+        if self._home:
+            return self._end_trial() if len(self._tokens) >= self._trial_end else pool
+        if limit > 2 * TRIAL_TOKENS and not self._tried:
+            tried = self._routes.trial(self.request_class, {pool, *self._outgrown})
+            if tried:
+                self._home, self._trial, self._trial_end = pool, tried, len(self._tokens) + TRIAL_TOKENS
+                self._tried.add(tried)
+                self._is_compared = False  # its speed is not only its own pool's
+                return tried
+        if not self._has_news:
+            return pool
+        self._has_news = False
+        context = len(self._tokens)
+        rest = min(limit, context - self._setting.output_start)
+        candidates = [other for other in self._routes.candidates() if other not in self._outgrown]
+        rates = {other: self._rate(other, context) for other in candidates}
+        here = rates.pop(pool, None)
+        if here is None or here <= 0.0:
+            return pool
+        best, least_s = pool, WORTH_LEAVING * rest / here
+        for other, rate in rates.items():
+            prefill_s = self._routes.prefill_s(other, context)
+            if rate and prefill_s is not None and rest / rate + prefill_s < least_s:
+                best, least_s = other, rest / rate + prefill_s
+        return best
+
+    def _end_trial(self) -> str:
+        """Returns the pool that it interrupted, "" where there is no trial."""
+        home, self._home, self._trial = self._home, "", ""
+        return home
+
+    def leave(self, pool: str, *, for_good: bool) -> str:
+        """The pool to go on with where the present one gives nothing: another one, where there is any.
+
+        Args:
+            pool: the present one; "" for none.
+            for_good: the session is beyond its context, or its target has no such drafts.
+        """
+        self._is_compared = False
+        home = self._end_trial()
+        if for_good:
+            self._outgrown.add(pool)
+        if home and home not in self._outgrown and home in self._routes.candidates():
+            return home
+        return self._routes.best_of(self.request_class, {*self._outgrown, pool}) or pool
+
+    def note(self, outcome: RoundOutcome, num_committed: int) -> None:
+        """Takes in a round, once its tokens are the session's: the first `num_committed` of those it decided."""
+        if len(self._p) + num_committed > MAX_SCORED_TOKENS:
+            self._end_span(before=num_committed)
+        self._p += outcome.provenance.p[:num_committed]
+        if outcome.num_draft_tokens and outcome.draft_pool:
+            self._routes.count_round(self.request_class, outcome.draft_pool)
+            tested, accepted = self._used.setdefault(outcome.draft_pool, [[], []])
+            num_tested = min(outcome.num_accepted + 1, outcome.num_draft_tokens)
+            for index in range(num_tested):
+                if index == len(tested):
+                    tested.append(0.0)
+                    accepted.append(0.0)
+                tested[index] += 1.0
+                accepted[index] += index < outcome.num_accepted
+
+    def end(self, stats: RequestStats | None) -> None:
+        """The request is over; `stats`: of one that ended well."""
+        self._end_span(before=0)
+        if stats is not None and self._is_compared and self._routes.canary is not None:
+            num_tokens = len(self._tokens) - self._setting.output_start
+            self._routes.canary.observe(self._promoted, num_tokens, stats.e2el_s - stats.ttft_s)
+
+    def _end_span(self, before: int) -> None:
+        """Sends off what was collected; `before` tokens of the session came after it."""
+        start, p, used = self._start, self._p[:MAX_SCORED_TOKENS], self._used
+        self._start, self._p, self._used = len(self._tokens) - before, [], {}
+        scored = self._routes.scored()
+        # Tokens that were found in text are the easy ones: what drafted the rest is scored like those that drafted
+        # nothing. A trial counts as it was, beside nobody who had the whole span.
+        was_found = not used.keys() <= set(scored)
+        used = {pool: counts for pool, counts in used.items() if pool in scored}
+        has_trial = bool(self._tried & used.keys())
+        if was_found and not has_trial:
+            used = {}
+        self._tried = {self._trial} - {""}
+        unused = () if was_found and used else tuple(pool for pool in scored if pool not in used)
+        if len(p) < LEAST_SPAN_TOKENS or len(scored) < 2:
+            return
+        rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}
+        if not unused or start > MAX_CONTEXT_TOKENS:
+            if len(rounds) > 1 or has_trial:  # alone it would be compared with what others showed elsewhere
+                self._learn(rounds, (), start)
+            return
+        all_tokens = self._tokens.tail(0)
+        request = ScoreRequest(self._position(all_tokens[:start]), all_tokens[start : start + len(p)])
+        num_new = start + len(p) if self._is_first_span and self._setting.turn == 0 else None
+        self._is_first_span = False
+        self._routes.scores.put(
+            Span(
+                request,
+                tuple(p),
+                unused,
+                on_scored=partial(self._take, rounds, p, num_new),
+                on_end=partial(self._learn, rounds, unused, start),
+            )
+        )
+
+    def _take(
+        self, rounds: dict[str, ExpectedRounds], p: Sequence[float], num_new: int | None, pool: str, score: Score
+    ) -> None:
+        self._routes.observe_times(pool, score, num_new)
+        rounds[pool] = expected_rounds(rounds_of(score, p))
+
+    def _learn(self, rounds: dict[str, ExpectedRounds], asked: Collection[str], context: int) -> None:
+        self._routes.observe_span(self.request_class, rounds, asked, context)
+        for pool, expected in rounds.items():
+            own = self._own.setdefault(pool, Acceptance(SESSION_KEEP))
+            own.add(expected.tested, expected.accepted, SESSION_KEEP)
+        self._has_news = True
+
+    def _rate(self, pool: str, context: int) -> float | None:
+        return self._routes.rate(self.request_class, pool, context, self._own.get(pool))
+
+    def _position(self, token_ids: TokenIds) -> SessionPosition:
+        setting = self._setting
+        return SessionPosition(
+            session_id=setting.session_id,
+            epoch=setting.epoch,
+            round_id=0,
+            start=0,
+            prefix_hash=b"",
+            token_ids=token_ids,
+            filters=setting.filters,
+            seed=setting.seed,
+            turn=setting.turn,
+            output_start=setting.output_start,
+            draw_rule=setting.draw_rule,
+            tenant=setting.tenant,
+        )

@@ -1,0 +1,202 @@
+"""Drafts for a target that speaks other tokens: the engine of a draft replica started with `--for-tokenizer`.
+
+    propose ─▶ the session in own tokens ─▶ a call in own tokens ─▶ draft tokens of the target's
+               (translated_sessions)                                (translated_drafting)
+
+Whoever calls sees the target's ids alone: it sends them, gets them, and finds the target's vocabulary in `info`. What
+lies behind, KV, blocks and the cold tier, knows own tokens alone. Not here: drafting ahead, which is refused with this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import torch
+
+from draft_service.cross_vocabulary_drafting import CrossVocabularyProgram, CrossVocabularyRequest
+from draft_service.cross_vocabulary_sessions import CrossVocabularySessions
+from draft_service.drafting import DraftProgram
+from draft_service.proposer import DraftOptions, no_draft, require_gamma
+from specdec.core.sparse import default_s_max
+from specdec.cross_vocabulary.pair import TokenizerPair
+from specdec.engine.base import StepObserver, Worker
+from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
+from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
+from specdec.errors import InvalidRequest
+from specdec.types import (
+    SCORED_GAMMA,
+    EngineInfo,
+    Proposal,
+    ProposeRequest,
+    SamplingFilters,
+    Score,
+    ScoreRequest,
+    SessionPosition,
+    TokenIds,
+)
+
+_NO_TOKENS = np.empty(0, dtype=np.uint32)
+
+
+class CrossVocabularyProposer(ReplicaEngine):
+    """The draft service's engine (`specdec.engine_api.DraftEngine`) on a worker whose tokens are not the target's."""
+
+    role = "draft"
+
+    def __init__(
+        self,
+        worker: Worker,
+        pair: TokenizerPair,
+        options: ReplicaOptions = LOCAL_REPLICA,
+        drafting: DraftOptions | None = None,
+        *,
+        observer: StepObserver | None = None,
+    ) -> None:
+        """Starts the device thread, which alone uses `worker` from now on.
+
+        Args:
+            worker: the draft model.
+            pair: its tokenizer beside the target's.
+            options: identity and limits.
+            drafting: supports.
+            observer: told of every step.
+        """
+        shape, drafting = worker.shape, drafting or DraftOptions()
+        tokens = pair.tokens.of_model(shape.vocabulary_size, shape.eos_token_ids, pair.target_end_id)
+        pair = replace(pair, tokens=tokens)
+        s_max = default_s_max(pair.target_size) if drafting.max_support is None else drafting.max_support
+        program = DraftProgram(s_max=s_max, coverage=drafting.support_coverage, num_tokens=pair.target_size)
+        device = torch.device(shape.device)
+        super().__init__(worker, CrossVocabularyProgram(program, pair, device), options, observer=observer)
+        self._pair = pair
+        self._sessions = CrossVocabularySessions(pair)
+        self._score_ids = count()
+        self._model_fingerprint = hashlib.blake2b(
+            f"{shape.model_fingerprint} {pair.target_fingerprint}".encode(), digest_size=16
+        ).hexdigest()
+
+    def info(self) -> EngineInfo:
+        """What this replica is, in the terms of the target's vocabulary."""
+        target_of = self._pair.tokens.target_of
+        ends = {
+            int(target_of[draft_vocab_id])
+            for draft_vocab_id in self._shape.eos_token_ids
+            if draft_vocab_id < len(target_of)
+        } - {-1}
+        return replace(
+            super().info(),
+            model_fingerprint=self._model_fingerprint,
+            vocabulary_fingerprint=self._pair.target_fingerprint,
+            vocabulary_size=self._pair.target_size,
+            eos_token_ids=tuple(sorted(ends)),
+        )
+
+    async def propose(self, request: ProposeRequest) -> Proposal:
+        """Drafts up to gamma of the target's tokens; see `DraftEngine.propose`.
+
+        Fewer come back where the draft model's context ends, after an end token, or where drafted text makes fewer.
+
+        Raises:
+            InvalidRequest: the request can never run; nothing of it is kept.
+        """
+        asked = request.position
+        check_round(asked, self._pair.target_size)
+        require_gamma(request.gamma, self._options.max_gamma)
+        translated = await self._sessions.align(asked)
+        num_own = len(translated.draft_vocab_ids)
+        room = self._shape.max_context_tokens - num_own
+        # A tokenizer may know tokens that its model has no rows for.
+        if room <= 0 or num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
+            return no_draft(kv_len=asked.committed_len)
+        gamma = min(request.gamma, room)
+        max_steps = min(2 * gamma + 1, room)  # drafted text may take more of its own tokens than it makes
+        position = replace(asked, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
+        own_request = CrossVocabularyRequest(position, gamma, replace(request, gamma=gamma), translated, max_steps)
+        call = Call(
+            request=own_request,
+            digest=digest_of(request),
+            draft_token_ids=_NO_TOKENS,
+            num_logit_rows=1,
+            max_kv_len=num_own + max_steps - 1,  # the last one is not run
+        )
+        proposal: Proposal = await self._engine_loop.call(call)
+        return proposal
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Drafts rounds with the committed tokens in place of drawn ones, the next one where the last would have ended;
+        see `DraftEngine.score`."""
+        asked = request.position
+        check_round(asked, self._pair.target_size)
+        check_scored(request, self._pair.target_size)
+        token_ids = np.concatenate([asked.token_ids, request.token_ids])
+        # A session of its own: whatever the scored one has here stays as it is. Braces: no id that a caller can have.
+        own = replace(asked, session_id=f"{{score-{next(self._score_ids)}}}")
+        rounds: list[Score] = []
+        num_scored = 0
+        try:
+            while num_scored < len(request.token_ids):
+                first = asked.committed_len + num_scored
+                position = replace(own, round_id=num_scored, token_ids=token_ids[:first])
+                rounds.append(await self._score_round(position, token_ids[first : first + SCORED_GAMMA]))
+                num_scored += len(rounds[-1].q)
+        finally:
+            self._sessions.release([own.session_id])
+        return Score(
+            q=tuple(q for scored in rounds for q in scored.q),
+            forward_s=rounds[0].forward_s,
+            step_s=self._engine_loop.usual_step_s(len(token_ids)),
+        )
+
+    async def _score_round(self, position: SessionPosition, token_ids: TokenIds) -> Score:
+        """Of the first tokens, up to one that the round would surely not have got past."""
+        translated = await self._sessions.align(position)
+        num_own, num_tokens = len(translated.draft_vocab_ids), len(token_ids)
+        max_steps = 2 * num_tokens + 1
+        if num_own + max_steps > self._shape.max_context_tokens:
+            raise InvalidRequest(
+                f"{num_own} of the draft's own tokens, its context is {self._shape.max_context_tokens}",
+                reason="CONTEXT_TOO_LONG",
+                field="round.token_ids",
+            )
+        if num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
+            return Score((0.0,), forward_s=0.0)  # it would not draft
+        own_position = replace(position, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
+        asked = ScoreRequest(position, token_ids)
+        call = Call(
+            request=CrossVocabularyRequest(own_position, num_tokens, asked, translated, max_steps),
+            digest=b"",  # nobody repeats it
+            draft_token_ids=_NO_TOKENS,
+            num_logit_rows=1,
+            max_kv_len=num_own + max_steps - 1,
+            preemptible=True,
+        )
+        score: Score = await self._engine_loop.call(call)
+        return score
+
+    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
+        """None: sessions' translated tokens belong to the service's own event loop."""
+        return None
+
+    async def release(self, session_ids: list[str]) -> None:
+        """Forgets sessions and frees their KV. Idempotent; unknown ids are fine."""
+        self._sessions.release(session_ids)
+        await super().release(session_ids)
+
+    async def warm_up(self) -> None:
+        """Drafts in a session that is then forgotten, so that the first real call meets warm code."""
+        for round_id, temperature in enumerate((0.0, 1.0)):
+            position = self._of_text(self._warm_up_round(round_id, SamplingFilters(temperature=temperature)))
+            await self.propose(ProposeRequest(position, gamma=min(2, self._options.max_gamma)))
+        for prompt in self._warm_up_prompts():
+            await self.propose(ProposeRequest(self._of_text(prompt), gamma=1))
+        await self._release_warm_up()
+
+    def _of_text(self, position: SessionPosition) -> SessionPosition:
+        """The same of as many tokens that are text."""
+        text = np.flatnonzero(self._pair.tokens.draft_vocab_of >= 0).astype(np.uint32)
+        return replace(position, token_ids=np.resize(text[:16], len(position.token_ids)))

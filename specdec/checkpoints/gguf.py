@@ -1,0 +1,150 @@
+"""Where the checkpoint of a GGUF file lies: converted once into this user's cache, by a child process.
+
+The child (`specdec.checkpoints.gguf_convert`) has the libraries that read such a file, torch among them; this process
+loads none of them. A conversion is named after the file's size, time and samples of its content, so that a file that
+has changed is converted anew and one that has been moved is not; it appears whole or not at all, and of several
+processes that want it at once one works and the others wait. Nothing is ever removed: a folder less is a conversion
+more. Not here: what a GGUF file means. Called by `specdec.checkpoints.locate`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from specdec import artifact_cache
+from specdec.errors import InvalidRequest, Unsupported
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"GGUF"
+_PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+_REQUIRED_PACKAGES = ("gguf", "accelerate")
+
+#: Part of a conversion's name: raised when the same file is to be converted differently.
+_FORMAT = 1
+
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 1 << 16
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file says that it is one, whatever it is called."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
+    """Returns a directory with the checkpoint of a GGUF file.
+
+    Args:
+        path: the file.
+        tokenizer_only: its tokenizer and chat template suffice.
+
+    Raises:
+        InvalidRequest: it cannot be read, what is needed to read it is not installed, or there is nowhere to keep the
+            result.
+        Unsupported: it holds a model that transformers does not read, or does not read whole.
+    """
+    kind = "tokenizer" if tokenizer_only else "model"
+    try:
+        folder = artifact_cache.cache_directory(os.environ) / "gguf" / _digest(path)
+        whole = [folder / "model"] + [folder / "tokenizer"] * tokenizer_only
+        if found := next(filter(Path.is_dir, whole), None):
+            return found
+        artifact_cache.make_folder(folder)
+        with _alone(folder / f"{kind}.lock"):
+            if not whole[-1].is_dir():  # while we waited
+                _convert(path, whole[-1], tokenizer_only)
+        return whole[-1]
+    except OSError as error:
+        raise InvalidRequest(
+            f"{error.filename or path} cannot be read or written: {error.strerror}; XDG_CACHE_HOME says where "
+            "converted models are kept",
+            field="model",
+        ) from error
+
+
+def _digest(path: Path) -> str:
+    """What a conversion depends on, in 32 hex digits."""
+    status = path.stat()
+    what = (_FORMAT, version("transformers"), status.st_size, status.st_mtime_ns)
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
+    with path.open("rb") as file:
+        for offset in range(0, status.st_size, max(_SAMPLE_BYTES, status.st_size // _NUM_SAMPLES)):
+            file.seek(offset)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds a lock that ends with this process, however it ends."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
+    missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise InvalidRequest(
+            f"reading {str(path)!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}", field="model"
+        )
+    what = "the tokenizer of " if tokenizer_only else ""
+    _log.info("converting %s%s into %s (once)", what, path, directory, extra={"progress": "converting"})
+    unfinished = directory.with_name(f"{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+    try:
+        _run_child(path, unfinished, tokenizer_only)
+        unfinished.rename(directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
+    arguments = [str(path.resolve()), str(directory), *["--tokenizer-only"] * tokenizer_only]
+    python_path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+    # It ends with this process, through its standard input.
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "specdec.supervision.child", "specdec.checkpoints.gguf_convert", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": python_path},
+        text=True,
+    ) as child:
+        assert child.stdout is not None  # it was opened above
+        for line in child.stdout:
+            if line.startswith("{"):  # libraries may print what they like
+                _take(path, json.loads(line))
+    if child.returncode:
+        raise InvalidRequest(
+            f"{str(path)!r} cannot be converted: the conversion ended with exit code {child.returncode}"
+            + (" (out of memory?)" if child.returncode < 0 else ""),
+            field="model",
+        )
+
+
+def _take(path: Path, said: Mapping[str, str]) -> None:
+    """One line of the child's."""
+    if "warning" in said:
+        _log.warning("%s: %s", path, said["warning"])
+    if "unsupported" in said:
+        raise Unsupported(f"{str(path)!r} {said['unsupported']}", field="model")
+    if "error" in said:
+        raise InvalidRequest(f"{str(path)!r} {said['error']}", field="model")

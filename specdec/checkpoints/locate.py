@@ -1,0 +1,113 @@
+"""Where a checkpoint lies: a local directory, a GGUF file converted to one, or a Hugging Face hub id brought here.
+
+Not a loader: it reads no weights and imports neither torch nor transformers. Called by `specdec.checkpoints.vocabulary`
+(tokenizer files alone) and `specdec.engine.loader` (everything).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from pathlib import Path
+
+from specdec.checkpoints.gguf import convert_gguf, is_gguf
+from specdec.errors import InvalidRequest, Unsupported
+
+_log = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SMALL_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
+_MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
+
+# Methods of quantised checkpoints that transformers turns into plain weights on every device.
+_DEQUANTISED_METHODS = ("fp8", "mxfp4")
+
+# Weight files up to this size are hashed whole, larger ones by so many samples.
+_WHOLE_BYTES = 64 << 20
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 1 << 16
+
+
+def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> Path:
+    """Returns the directory of a checkpoint.
+
+    Args:
+        model: a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached
+            already (`HF_HUB_OFFLINE=1` looks into the cache alone).
+        small_files_only: bring the configuration and the tokenizer (of a GGUF file the tokenizer), and nothing else.
+
+    Raises:
+        InvalidRequest: no such directory, and the hub cannot give it; or as `convert_gguf`; one sentence.
+        Unsupported: as `convert_gguf`.
+    """
+    name, path = str(model), Path(model).expanduser()
+    if name and path.is_dir():
+        return path
+    if path.is_file():
+        if is_gguf(path):
+            return convert_gguf(path, tokenizer_only=small_files_only)
+        raise InvalidRequest(
+            f"model {name!r} is a file but no GGUF file; a checkpoint directory, a GGUF file or a hub id is needed",
+            field="model",
+        )
+    if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
+        raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
+    return _download(name, _SMALL_FILES if small_files_only else _MODEL_FILES)
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    # Imported late: the hub client takes a third of a second to load, and local directories never need it.
+    from huggingface_hub import snapshot_download
+
+    _log.info("looking for %s in the cache of the hub, or downloading it", hub_id)
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    # Whatever stops the hub client (its own errors, its HTTP library's, the disk's) means the same to the caller.
+    except Exception as error:
+        raise InvalidRequest(
+            f"model {hub_id!r} is neither a directory on this machine nor to be had from the Hugging Face hub "
+            f"({type(error).__name__})",
+            field="model",
+        ) from error
+
+
+def require_plain_weights(model: str, quantisation: object) -> None:
+    """Refuses a quantised checkpoint that is not read as the numbers it stands for.
+
+    Args:
+        model: as it was named.
+        quantisation: `quantization_config` of its config.json; None where its weights are plain.
+
+    Raises:
+        Unsupported: transformers would load products of the method's own, or take its numbers for plain ones.
+    """
+    if quantisation is None:
+        return
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if method not in _DEQUANTISED_METHODS:
+        raise Unsupported(
+            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} are "
+            "read, and GGUF files"
+        )
+
+
+def checkpoint_fingerprint(directory: Path, *served_as: str) -> str:
+    """Hash of a checkpoint's configuration and weights, and of how it is served: 32 hex digits.
+
+    Another dtype or another tokenizer make another model: what it says of the same text differs.
+
+    Small weight files count whole; of large ones the size, the header and evenly spaced samples, so that a change of
+    a few numbers in the middle of a huge file may go unseen, another training run never.
+    """
+    digest = hashlib.blake2b(repr(served_as).encode(), digest_size=16)
+    digest.update((directory / "config.json").read_bytes())
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        step = _SAMPLE_BYTES if size <= _WHOLE_BYTES else size // _NUM_SAMPLES
+        with path.open("rb") as file:
+            for offset in range(0, size, step):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,157 @@
+"""What a checkpoint's small files tell before anything is loaded: whether it can be served.
+
+Not the loader's checks (`specdec.engine.loader`), which see the model itself: what passes here may be refused there.
+Reads JSON, tokenizers and the headers of weights, and imports no torch. Called by `specdec up` and where a replica
+starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from specdec.checkpoints.gguf import is_gguf
+from specdec.checkpoints.locate import locate_checkpoint, require_plain_weights
+from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
+from specdec.errors import InvalidRequest, SpecdecError, Unsupported
+from specdec.types import BLOCK_TOKENS
+
+_CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_MASKED_NAMES = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+
+#: Keys and values are kept in two bytes a number at least.
+_LEAST_KV_NUMBER_BYTES = 2
+
+
+def require_servable(model: str, *, flag: str) -> None:
+    """Looks at a checkpoint's folder: its configuration, whether there is a tokenizer, whether there are weights.
+
+    Args:
+        model: a checkpoint directory, a GGUF file or a hub id, of which the small files alone are brought here.
+        flag: what it was given by; messages begin with it.
+
+    Raises:
+        InvalidRequest: no such checkpoint, or a file of it is missing, unreadable or not whole.
+        Unsupported: its type is no decoder-only language model that is known here, or its weights are quantised in a
+            way that is not read.
+    """
+    with naming_flag(flag):
+        if is_gguf(path := Path(model).expanduser()):  # its conversion tells the rest
+            require_whole_gguf(path)
+            return
+        directory = locate_checkpoint(model, small_files_only=True)
+        config = read_config(model, directory)
+        _require_decoder_only(model, config)
+        require_plain_weights(model, config.get("quantization_config"))
+        if not (directory / "tokenizer.json").is_file():
+            raise InvalidRequest(f"model {model!r} has no tokenizer.json", field="model")
+        # Of a hub id the weights come later.
+        if path.is_dir():
+            if not _has_weights(directory):
+                raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
+            require_whole_weights(model, directory)
+
+
+def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: str) -> None:
+    """Looks at how large a KV cache is wanted; of a GGUF file its conversion tells.
+
+    Args:
+        model: one that `require_servable` lets pass.
+        kv_cache_bytes: what each rank may take.
+        num_ranks: that share the KV heads out.
+        flag: what `kv_cache_bytes` was given by.
+
+    Raises:
+        InvalidRequest: not one block fits, however the model is served.
+    """
+    if is_gguf(Path(model).expanduser()):
+        return
+    config = read_config(model, locate_checkpoint(model, small_files_only=True))
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    layers, heads, kv_heads, head_dim, width = (
+        number if isinstance(number := text.get(name), int) and number > 0 else 0
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    )
+    if not (layers and heads and (head_dim or width)) or text.get("kv_lora_rank"):  # the loader will tell
+        return
+    kv_heads, head_dim = kv_heads or heads, head_dim or width // heads
+    least = 2 * _LEAST_KV_NUMBER_BYTES * BLOCK_TOKENS * layers * -(-kv_heads // num_ranks) * head_dim
+    if kv_cache_bytes < least:
+        raise InvalidRequest(
+            f"{flag} must be at least {least}, one block of {BLOCK_TOKENS} tokens of {model!r}, got {kv_cache_bytes}",
+            field="kv_cache_bytes",
+        )
+
+
+@contextmanager
+def naming_flag(flag: str) -> Iterator[None]:
+    """Put the flag that named a model in front of the messages of errors about it."""
+    try:
+        yield
+    except SpecdecError as error:
+        raise type(error)(f"{flag}: {error.message}", reason=error.reason, field=error.field) from error
+
+
+def read_config(model: str, directory: Path) -> Mapping[str, Any]:
+    """A checkpoint's config.json, with a `model_type`. Raises InvalidRequest: there is none that can be read."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise InvalidRequest(f"model {model!r} has no config.json", field="model")
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"model {model!r} has an unreadable config.json: {error}", field="model") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InvalidRequest(f"model {model!r} has a config.json that names no model_type", field="model")
+    return config
+
+
+def _require_decoder_only(model: str, config: Mapping[str, Any]) -> None:
+    types = _known_types()
+    kind = config["model_type"][:64]
+    if types is None:  # the loader will tell
+        return
+    if kind not in types[_CAUSAL_NAMES]:
+        if "auto_map" in config:
+            raise Unsupported(f"model {model!r} needs code of its own, which is never run")
+        raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model known here")
+    # Types that are both are encoders, unless they are told to be a decoder.
+    is_encoder = kind in types[_MASKED_NAMES] and not config.get("is_decoder")
+    if is_encoder or config.get("is_encoder_decoder"):
+        raise Unsupported(f"model {model!r} is of type {kind} and an encoder, not a decoder-only language model")
+
+
+@cache
+def _known_types() -> Mapping[str, frozenset[str]] | None:
+    """The model types that transformers has a class for, by task; None where it keeps them otherwise than we know.
+
+    Read from its source: importing the tables imports torch, which takes longer than all that is looked at here.
+    """
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return None
+    try:
+        source = (Path(package.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+        tables = dict(_tables(ast.parse(source)))
+    except (OSError, ValueError, TypeError, IndexError, SyntaxError):
+        return None
+    return tables if tables.keys() == {_CAUSAL_NAMES, _MASKED_NAMES} else None
+
+
+def _tables(module: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
+    """The keys of `NAME = OrderedDict([(key, value), ...])`, for both names."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+            name = node.targets[0].id
+            if name in (_CAUSAL_NAMES, _MASKED_NAMES):
+                yield name, frozenset(key for key, _ in ast.literal_eval(node.value.args[0]))
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(next(directory.glob(pattern), None) for pattern in ("*.safetensors", "*.bin"))

@@ -1,0 +1,129 @@
+"""The bytes that tokens stand for, by their tokenizer's decoder: what tokens of two tokenizers have in common.
+
+Spellings do not tell: byte-level BPE writes " é" as `ĠÃ©`, SentencePiece as `▁é`. Special tokens stand for no bytes.
+Not here: text to tokens (`specdec.cross_vocabulary.encoder`), bytes to text (`coordinator.text.detokenizer`). No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import Unsupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+#: How a token for one byte is spelled where there is byte fallback.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+#: What SentencePiece's decoders are made of; of these, those that tell how a blank is spelled.
+_PIECES = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+_BLANKS = {"Replace", "Metaspace"}
+
+#: Several times the largest vocabulary, the longest token and the longest decoder that there are.
+_MAX_TOKENS = 1 << 21
+_MAX_TOKEN_BYTES = 1 << 12
+_MAX_PARTS = 32
+
+
+def decoder_parts(tokenizer: PreTrainedTokenizerFast) -> list[Mapping[str, Any]]:
+    """The steps of a tokenizer's decoder, as `tokenizer.json` has them; none where there is no decoder."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    return [] if decoder is None else list(_flattened(json.loads(decoder.__getstate__())))
+
+
+def _flattened(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _flattened(part)
+    else:
+        yield decoder
+
+
+def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
+    """The bytes of every token, by id; b"" for special tokens and for ids without a token.
+
+    A token at the very beginning of a text may lose a blank when it is decoded; that is not looked at here.
+
+    Raises:
+        Unsupported: the decoder is neither byte-level nor of SentencePiece's kind, so that tokens have no bytes of
+            their own; or ids, a token or the decoder go beyond all that there are.
+    """
+    parts = decoder_parts(tokenizer)
+    kinds = {str(part["type"]) for part in parts}
+    if kinds != {"ByteLevel"} and not (kinds <= _PIECES and kinds & _BLANKS):
+        told = ", ".join(sorted(kinds)) or "nothing"
+        raise Unsupported(f"tokens decoded by {told[:200]} have no bytes of their own; byte-level and SentencePiece do")
+    if len(parts) > _MAX_PARTS:
+        raise Unsupported(f"a decoder of {len(parts)} steps is beyond {_MAX_PARTS}")
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values())
+    if largest >= _MAX_TOKENS:
+        raise Unsupported(f"token id {largest} is beyond {_MAX_TOKENS:,} tokens")
+    special = {
+        token_id
+        for token_id, added in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+        if added.special or added.content in tokenizer.all_special_tokens
+    }
+    table = [b""] * (largest + 1)
+    for token, token_id in vocabulary.items():
+        if token_id not in special:
+            piece = _byte_level_bytes(token) if kinds == {"ByteLevel"} else _piece_bytes(token, parts)
+            _check_length(len(piece))
+            table[token_id] = piece
+    return table
+
+
+def _piece_bytes(token: str, parts: list[Mapping[str, Any]]) -> bytes:
+    for part in parts:
+        kind = part["type"]
+        if kind == "ByteFallback" and (matched := BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(matched[1], 16)])
+        if kind == "Replace" and isinstance(pattern := part["pattern"].get("String"), str):
+            _check_length(len(token) + token.count(pattern) * (len(part["content"]) - len(pattern)))
+            token = token.replace(pattern, part["content"])
+        if kind == "Metaspace":
+            token = token.replace(part["replacement"], " ")
+    return token.encode("utf-8", errors="surrogatepass")
+
+
+def _check_length(num_bytes: int) -> None:
+    """Raises Unsupported: a token is longer than any that there is. Sessions hold such text, and it is read again."""
+    if num_bytes > _MAX_TOKEN_BYTES:
+        raise Unsupported(f"a token of {num_bytes:,} bytes is beyond {_MAX_TOKEN_BYTES:,}")
+
+
+@lru_cache(maxsize=1 << 16)
+def byte_level_bytes(token: str) -> bytes:
+    """Bytes of a token in the byte-level alphabet; a token with any other character in it is its own UTF-8."""
+    return _byte_level_bytes(token)
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def byte_level_spelling(piece: bytes) -> str:
+    """Bytes in the byte-level alphabet."""
+    return "".join(_CHARACTER_OF_BYTE[byte] for byte in piece)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 bytes are themselves, the others follow from U+0100 on.
+
+    Source: Radford et al. 2019 (GPT-2).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_level_alphabet()
+_CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}

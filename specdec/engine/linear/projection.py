@@ -1,0 +1,173 @@
+"""Linear layers stored the way they multiply fastest.
+
+PyTorch's CPU product of a few rows with a weight as checkpoints store it reaches a fraction of the memory bandwidth.
+Two other layouts do better: for one or two rows the transpose, contiguous (where there are at least as many outputs as
+inputs), from three rows on oneDNN's own blocked layout. Models up to `_BOTH_LAYOUTS_BYTES` keep both, larger ones the
+blocked one alone; docs/LOG.md has the figures. The checkpoint is not touched; results differ from `nn.Linear` by
+rounding alone. Called by `engine.loader` and `engine.model.llama_stack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.engine.linear.int8 import Int8Linear
+
+# Up to this many rows the transposed layout is the faster one.
+_FEW_ROWS = 2
+# What oneDNN chooses its blocks for; it matters little beyond one row.
+_TYPICAL_ROWS = 5
+_BOTH_LAYOUTS_BYTES = 1 << 30
+
+
+class Projection(nn.Module):
+    """x [..., in] -> x W^T + b [..., out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, both_layouts: bool = True) -> None:
+        """Takes a weight over.
+
+        Args:
+            weight: [out, in].
+            bias: [out].
+            both_layouts: keep a layout for few rows beside the one for many.
+        """
+        super().__init__()
+        weight = weight.detach()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else bias.detach()
+        self.blocked = _blocked(weight)
+        self.weight_t: torch.Tensor | None = None  # [in, out]
+        if self.blocked is None:
+            self.weight_t = weight.t()
+        elif both_layouts:
+            self.weight_t = weight.t().contiguous() if self.out_features >= self.in_features else weight.t()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], for modules that look at the weights of their linear layers; made anew where need be."""
+        if self.weight_t is not None:
+            return self.weight_t.t()
+        assert self.blocked is not None
+        return self.blocked.to_dense()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._prefers_plain(x):
+            assert self.weight_t is not None
+            if self.bias is None:
+                return x @ self.weight_t
+            flat = torch.addmm(self.bias, x.reshape(-1, self.in_features), self.weight_t)
+            return flat.view(*x.shape[:-1], self.out_features)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+        return product
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual [T, out] + forward(x [T, in])."""
+        if self._prefers_plain(x):
+            assert self.weight_t is not None
+            output = torch.addmm(residual, x, self.weight_t)
+            return output if self.bias is None else output.add_(self.bias)
+        total: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.blocked, self.bias, "add")
+        return total
+
+    def _prefers_plain(self, x: torch.Tensor) -> bool:
+        return self.blocked is None or (self.weight_t is not None and x.numel() <= _FEW_ROWS * self.in_features)
+
+
+class LogitsProjection(Projection):
+    """A head of 16 bits on a GPU, whose logits stay in the float32 of their sums: rounded, many would tie."""
+
+    @staticmethod
+    def fits(weight: torch.Tensor) -> bool:
+        """Whether PyTorch multiplies so on this device: tried, not asked."""
+        if weight.device.type != "cuda" or weight.dtype == torch.float32:
+            return False
+        try:
+            torch.mm(weight[:1].detach(), weight[:1].detach().t(), out_dtype=torch.float32)
+        except (RuntimeError, TypeError):
+            return False
+        return True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight_t is not None
+        logits: torch.Tensor = torch.mm(x.reshape(-1, self.in_features), self.weight_t, out_dtype=torch.float32)
+        if self.bias is not None:
+            logits += self.bias
+        return logits.view(*x.shape[:-1], self.out_features)
+
+
+class AnyProjection(Protocol):
+    """What stands for a linear layer, or for several."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as `forward`."""
+        ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual [T, out] + forward(x [T, in])."""
+        ...
+
+
+ProjectionMaker = Callable[[torch.Tensor, torch.Tensor | None], AnyProjection]
+
+
+def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
+    """oneDNN's layout of a weight; None where the product would not use it."""
+    if weight.device.type != "cpu" or weight.dtype == torch.float16 or not torch.backends.mkldnn.is_available():
+        return None
+    # In bfloat16 it has products for AVX-512 and AVX-NE-CONVERT alone, and refuses any other processor.
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    blocked: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+    return blocked
+
+
+def keeps_both_layouts(model: nn.Module) -> bool:
+    """Whether a model is small enough for a second copy of its linear weights."""
+    return sum(parameter.nbytes for parameter in model.parameters()) <= _BOTH_LAYOUTS_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionKinds:
+    """How a model's linear layers are stored: each makes a projection of a weight and a bias."""
+
+    inner: ProjectionMaker
+    """Of the layers."""
+    head: ProjectionMaker
+    """Of the logits."""
+
+
+def fuse_linears(linears: Sequence[nn.Linear | Int8Linear], make: ProjectionMaker) -> AnyProjection:
+    """One projection whose outputs are those of several that share their input, side by side.
+
+    Layers whose weights are rounded know what multiplies with them.
+    """
+    rounded = [linear for linear in linears if isinstance(linear, Int8Linear)]
+    if rounded:
+        return rounded[0].joined(rounded[1:])
+    weights = [linear.weight.detach() for linear in linears]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    biases = [linear.bias for linear in linears]
+    bias = None if any(bias is None for bias in biases) else torch.cat([bias.detach() for bias in biases])
+    return make(weight, bias)
+
+
+def relayout_linears(model: PreTrainedModel, kinds: ProjectionKinds) -> None:
+    """Replaces a model's linear layers by projections; a weight tied to an embedding stays beside its copy."""
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Int8Linear):
+                setattr(parent, name, child.joined(()))
+            elif type(child) is nn.Linear:
+                make = kinds.head if child is head else kinds.inner
+                setattr(parent, name, make(child.weight, child.bias))

@@ -1,0 +1,144 @@
+"""Restores sessions' KV from the cold tier before their prefill.
+
+    begun with blocks, KV missing ─▶ worth it? ─▶ held ─▶ run after run is copied in ─▶ goes on; the rest is prefill
+                                       │ no                │ no more, damaged, or too late
+                                       ▼                   ▼
+                                     prefill             goes on
+
+A call that is held keeps its blocks and stays as open to being superseded, abandoned or released as one that runs; what
+arrives for one that is gone is dropped. What was copied in counts at once: a call that goes on early computes only what
+is missing. Copying happens between steps, a run at a time, so that other sessions' steps wait for one run at most.
+
+Not here: the tier, its threads and its rule (`cold_tier`), where runs come from (`offers`). Device thread only, called
+by `device_loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from specdec.engine.base import Worker
+from specdec.engine.cold_tier import ColdTier, Fetch, Payload
+from specdec.engine.loop.delivery import Waiter
+from specdec.engine.loop.inbox import Inbox
+from specdec.engine.loop.job import Job
+from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.sessions.calls import Calls
+from specdec.types import BLOCK_TOKENS
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Restore:
+    """One held call and what it waits for."""
+
+    job: Job
+    first_run: int
+    """Number of the run that was asked for first, counted from the session's start."""
+    next_run: int
+    """Of the one that arrives next."""
+    fetch: Fetch | None = None
+    end_s: float = float("inf")
+    """On the loop's clock: when it goes on without the rest."""
+
+
+class TierRestorer:
+    """Every call that is held for KV from the tier."""
+
+    def __init__(
+        self,
+        tier: ColdTier,
+        worker: Worker,
+        calls: Calls[Job, Waiter],
+        *,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tier = tier
+        self._worker = worker
+        self._calls = calls
+        self._scheduler = scheduler
+        self._inbox = inbox
+        self._clock = clock
+        self._open: dict[Job, _Restore] = {}
+
+    @property
+    def end_s(self) -> float:
+        """On the loop's clock: when the first of them goes on at the latest."""
+        return min((restore.end_s for restore in self._open.values()), default=float("inf"))
+
+    def turn(self, begun: Iterable[Job]) -> None:
+        """Holds those of the calls that begin now whose KV is worth fetching; lets those go on that waited too long."""
+        for job in begun:
+            self._begin(job)
+        if self._open:
+            self._end_late()
+
+    def _begin(self, job: Job) -> None:
+        num_blocks = self._tier.run_blocks
+        run_tokens = num_blocks * BLOCK_TOKENS
+        kv_len = job.sequence.kv_len
+        # The last committed token must run, because its logits are wanted.
+        runs = range(kv_len // run_tokens, (job.call.position.committed_len - 1) // run_tokens)
+        if not runs:
+            return
+        ends = range(runs.start + 1, runs.stop + 1)
+        names = [job.sequence.block_names(end * num_blocks - 1, end * num_blocks)[0] for end in ends]
+        replay_s = [self._scheduler.predict_replay_s(end * run_tokens - kv_len, kv_len) for end in ends]
+        restore = _Restore(job, runs.start, runs.start)
+        fetch = self._tier.fetch(names, replay_s, partial(self._post, restore))
+        if fetch is None:
+            return
+        restore.fetch, restore.end_s = fetch, self._clock() + fetch.patience_s
+        self._open[job] = restore
+        self._calls.hold(job)
+
+    def _post(self, restore: _Restore, payload: Payload | None) -> None:
+        """Takes what arrived to the device thread; called from a thread of the tier's."""
+        self._inbox.post(partial(self._take, restore, payload), even_closed=True)
+
+    def _take(self, restore: _Restore, payload: Payload | None) -> None:
+        if restore.job not in self._open:
+            return  # it went on without
+        if payload is None or restore.fetch is None or restore.job not in self._calls.restoring:
+            self._end(restore)
+            return
+        began_s = time.monotonic()
+        try:
+            self._copy_in(restore, restore.fetch, payload)
+        except Exception:
+            _log.exception("KV from the cold tier could not be copied in")
+            self._end(restore)
+            return
+        restore.fetch.note_copied(payload.nbytes, time.monotonic() - began_s)
+
+    def _copy_in(self, restore: _Restore, fetch: Fetch, payload: Payload) -> None:
+        num_blocks, sequence = self._tier.run_blocks, restore.job.sequence
+        first, end = restore.next_run * num_blocks, (restore.next_run + 1) * num_blocks
+        # A block that the session holds a part of is its own: it is written whole. Full ones stay as they are.
+        begin = max(first, sequence.kv_len // BLOCK_TOKENS)
+        block_ids = sequence.block_table[begin:end]
+        fetch.copy_parts(restore.next_run - restore.first_run, begin - first, block_ids)
+        self._worker.write_blocks(block_ids, payload[begin - first :])
+        sequence.kv_len = end * BLOCK_TOKENS
+        restore.next_run += 1
+        self._calls.sessions.publish(sequence, restore.job.call.position.committed_len)
+
+    def _end_late(self) -> None:
+        now_s = self._clock()
+        for restore in [restore for restore in self._open.values() if restore.end_s <= now_s]:
+            self._end(restore, is_late=restore.job in self._calls.restoring)
+
+    def _end(self, restore: _Restore, *, is_late: bool = False) -> None:
+        """The call goes on, if there still is one."""
+        del self._open[restore.job]
+        if restore.fetch is not None:
+            restore.fetch.stop(is_late=is_late)
+        if restore.job in self._calls.restoring:
+            self._calls.go_on(restore.job)

@@ -1,0 +1,231 @@
+"""The replica's end of lanes: answers items of frames that come over a Unix socket, as `frames` does over gRPC.
+
+Not here: what an item means (the servicers), how its answer is made and counted (`frames`), the socket's words
+(`lanes`). Started and stopped by `specdec.service.lifecycle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from specdec.errors import InvalidRequest, Unavailable
+from specdec.rpc.bounds import check_num_fields
+from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer, take_replies
+from specdec.rpc.framing import MAX_FRAME_ITEMS
+from specdec.rpc.identity import require_meant
+from specdec.rpc.interceptors import COMPLAINT_INTERVAL_S
+from specdec.rpc.unix_sockets import (
+    MAX_HELLO_BYTES,
+    FrameReader,
+    handshake,
+    is_of_this_user,
+    new_name,
+    prefixed,
+    received_handshake,
+    socket_path,
+)
+from specdec.types import EngineInfo
+
+#: Lanes at once; a coordinator has one for each model.
+MAX_UNIX_SOCKETS = 256
+
+_log = logging.getLogger(__name__)
+
+
+class UnixSocketHost:
+    """What the lanes of one event loop have in common."""
+
+    def __init__(
+        self, frames: FrameServer, frame_type: type[Message], info: Callable[[], EngineInfo], max_frame_bytes: int
+    ) -> None:
+        """
+        Args:
+            frames: answers items, and knows whether the service drains.
+            frame_type: of requests.
+            info: says who answers.
+            max_frame_bytes: of a request; who sends a longer frame is hung up on.
+        """
+        self.frames = frames
+        self.frame_type = frame_type
+        self.info = info
+        self.max_frame_bytes = max_frame_bytes
+        self.lanes: set[UnixSocketConnection] = set()
+        self._complained_s = float("-inf")
+
+    def complain(self, error: Exception) -> None:
+        """A line in the log about who sends no frames, one a second at most: all are processes of this user."""
+        now_s = time.monotonic()
+        if now_s - self._complained_s >= COMPLAINT_INTERVAL_S:
+            self._complained_s = now_s
+            _log.warning("a lane is closed: %s", error)
+
+
+class UnixSocketServer:
+    """Takes callers on a Unix socket, and serves them in the same event loop."""
+
+    def __init__(self, host: UnixSocketHost) -> None:
+        self._host = host
+        self.name = ""
+        """Of the lane, as it is told; "" where none is open."""
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Opens the socket. Where there can be none, the service goes without."""
+        name = new_name()
+        if not name:
+            return
+        try:
+            self._server = await asyncio.get_running_loop().create_unix_server(
+                lambda: UnixSocketConnection(self._host), socket_path(name)
+            )
+        except OSError as error:
+            _log.warning("no lane beside gRPC: %s", error)
+        else:
+            self.name = name
+
+    async def close(self, grace_s: float) -> None:
+        """Takes no more lanes, gives those of a draining service so long to end, hangs up on the rest. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        if self._host.lanes and grace_s > 0.0:
+            await asyncio.wait([lane.over for lane in self._host.lanes], timeout=grace_s)
+        for lane in list(self._host.lanes):
+            lane.hang_up()
+
+
+class UnixSocketConnection(asyncio.Protocol):
+    """One caller's."""
+
+    def __init__(self, host: UnixSocketHost) -> None:
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._reader = FrameReader(MAX_HELLO_BYTES)
+        self._has_met = False
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._replies: deque[tuple[Any, float]] = deque()
+        self._is_flushing = False
+        self._is_full = False
+        """Whether the caller does not read what it is written."""
+        self.over: asyncio.Future[None] = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if not is_of_this_user(transport.get_extra_info("socket")):
+            self._refuse("this lane is another user's")
+            return
+        if len(self._host.lanes) >= MAX_UNIX_SOCKETS:
+            self._refuse(f"{MAX_UNIX_SOCKETS} lanes are open")
+            return
+        self._host.lanes.add(self)
+        self._host.frames.watch_drain(self._note_drain)
+        if self._host.frames.draining:  # since before it was taken, while a step ran
+            self._kick()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._host.lanes.discard(self)
+        self._host.frames.forget_drain(self._note_drain)
+        for task in self._in_flight:
+            task.cancel()
+        self.over.set_result(None)
+
+    def _note_drain(self) -> None:
+        """The service drains, in whichever thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._kick)
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+        self._control_reading()
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._control_reading()
+        self._kick()
+
+    def hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        received_s = time.monotonic()
+        try:
+            for frame in self._reader.frames(data):
+                self._take_frame(frame, received_s)
+        except (DecodeError, InvalidRequest) as error:
+            self._host.complain(error)
+            self.hang_up()
+        except Unavailable as error:
+            self._refuse(error.message)
+
+    def _refuse(self, reason: str) -> None:
+        assert self._transport is not None
+        self._transport.write(handshake(reason))
+        self._transport.close()
+
+    def _take_frame(self, frame: bytes, received_s: float) -> None:
+        if not self._has_met:
+            self._shake_hands(received_handshake(frame))
+            return
+        check_num_fields(frame, self._host.frame_type)
+        items = self._host.frames.items_of(self._host.frame_type.FromString(frame))
+        if len(items) > MAX_FRAME_ITEMS:
+            raise InvalidRequest(f"a frame of {len(items)} items; the limit is {MAX_FRAME_ITEMS}")
+        for item in items:
+            task = self._loop.create_task(self._reply(item, received_s))
+            self._in_flight.add(task)
+            task.add_done_callback(self._settle)
+        self._control_reading()
+
+    def _shake_hands(self, words: list[str]) -> None:
+        info = self._host.info()
+        require_meant(words[0], info)
+        assert self._transport is not None
+        self._transport.write(handshake(info.model_fingerprint, info.incarnation))
+        self._has_met = True
+        self._reader.max_frame_bytes = self._host.max_frame_bytes
+
+    async def _reply(self, item: Any, received_s: float) -> None:
+        self._replies.append((await self._host.frames.reply_to(item, received_s), received_s))
+        if len(self._in_flight) == 1:  # nothing to share a frame with
+            self._flush()
+        else:
+            self._kick()
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
+        self._control_reading()
+        if self._host.frames.draining:
+            self._kick()
+
+    def _control_reading(self) -> None:
+        """A caller that asks without end, or does not read, fills its own buffers, not ours."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._is_full or len(self._in_flight) + len(self._replies) >= MAX_OPEN_ITEMS:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def _kick(self) -> None:
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        assert self._transport is not None
+        while self._replies and not self._is_full and not self._transport.is_closing():
+            replies = take_replies(self._replies)
+            self._transport.write(prefixed(self._host.frames.frame_of(replies).SerializeToString()))
+        if self._host.frames.draining and not self._in_flight and not self._replies:
+            self._transport.close()

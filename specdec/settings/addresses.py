@@ -1,0 +1,79 @@
+"""Addresses that services listen at and are called at: HOST:PORT, or [ADDRESS]:PORT for IPv6.
+
+Not here: which flags hold one (`specdec.settings.base`), what a client's user may name (`specdec.client.endpoints`),
+dialling (`specdec.rpc.channels`).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import IPv6Address
+
+WILDCARD_HOSTS = ("0.0.0.0", "::", "")
+# Underscores are no part of a host's name, but container networks give them.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+_MAX_ADDRESS_CHARACTERS = 300
+_MAX_SHOWN_CHARACTERS = 64
+
+#: What gRPC takes for another way of finding a peer, a socket file for one, where a port stands behind it.
+_SCHEMES = frozenset(
+    ("dns", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
+)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits `HOST:PORT` (`[::1]:50051` for IPv6) into host, without brackets, and port.
+
+    Raises:
+        ValueError: not of that form, or the port is outside 0..65535.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed) or "/" in host:
+        raise ValueError(f"must be HOST:PORT with a port of 0 to 65535, not {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def check_dialable(address: str) -> str:
+    """Returns `address` if other machines may make sense of it; more than `split_address` asks.
+
+    Raises:
+        ValueError: it is not HOST:PORT with the name or the address of a host and a port of 1 to 65535, or gRPC would
+            not take it for that.
+    """
+    shown = ascii(address[:_MAX_SHOWN_CHARACTERS])
+    if not address.isascii() or len(address) > _MAX_ADDRESS_CHARACTERS:
+        raise ValueError(f"must be HOST:PORT in at most {_MAX_ADDRESS_CHARACTERS} ASCII characters, not {shown}")
+    host, port = split_address(address)
+    try:
+        is_host = bool(IPv6Address(host)) if address.startswith("[") else _HOST_NAME.fullmatch(host) is not None
+    except ValueError:
+        is_host = False
+    if not is_host or port == 0 or host.lower() in _SCHEMES:
+        raise ValueError(f"must be HOST:PORT with a host's name or address and a port above 0, not {shown}")
+    return address
+
+
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
+    """The address other processes should dial: `advertise` if set, else `listen` with the port really bound.
+
+    A wildcard host is replaced by this machine's own address, which is right inside a container or a pod.
+    """
+    host, port = split_address(advertise or listen)
+    if not advertise and host in WILDCARD_HOSTS:
+        host = _own_host()
+    return join_address(host, port or bound_port)
+
+
+def _own_host() -> str:
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name

@@ -1,0 +1,103 @@
+"""Services as child processes of `specdec up`: start, watch, stop. Knows no service by name.
+
+Not here: what becomes of what they say (`services`), how a process is made (`specdec.supervision.service_process`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+
+from specdec.supervision.service_process import outcome_of, start_service
+from specdec.supervision.services import STOP_GRACE_S, Service
+
+#: For the last lines of a child that has ended; a process of its own may hold their pipe for longer.
+_LAST_LINES_S = 1.0
+#: A service listens seconds after its port is chosen: by then a connection may have one of those that the system gives
+#: out, which begin at 32,768 on Linux and at 49,152 elsewhere.
+_PORTS = range(20_000, 30_000)
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback TCP ports that were free a moment ago, all different, and none that the system gives out by itself."""
+    ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(ports) < count:
+            port = random.SystemRandom().choice(_PORTS)
+            try:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                ports.append(port)
+    return ports
+
+
+class Child(Service):
+    """One service as a child process."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        shown_level: str = "warning",
+    ) -> None:
+        """Starts `python -m MODULE ARGUMENTS`; it ends with this process, however that ends."""
+        super().__init__(name, shown_level=shown_level)
+        self.arguments = tuple(arguments)
+        self._module, self._environ = module, environ
+        self._process = start_service(module, arguments, environ)
+        self._reader = threading.Thread(target=self._read, name=f"{name}-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def again(self) -> Child:
+        return Child(self.name, self._module, self.arguments, self._environ, shown_level=self._shown_level)
+
+    def ending(self) -> str:
+        """Once it has ended: "signal 9", or its exit code, and why, where it ended before it was relayed."""
+        outcome = outcome_of(self._process.wait())
+        self._reader.join(_LAST_LINES_S)  # what it said last is told first
+        return outcome if outcome.startswith("signal") else self._with_reason(outcome)
+
+    def last_words(self) -> str:
+        """Once it has ended: the last line that says why, or its exit code."""
+        self._reader.join()
+        return self._held_words() or f"exit code {self._process.returncode}"
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: drain and end."""
+        self._process.terminate()
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        self.ask_to_stop()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None  # it was opened above
+        for line in self._process.stdout:
+            self._hear(line)
