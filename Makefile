@@ -75,7 +75,8 @@ model-list: setup  ## write docs/reference/models.md: which architectures of tra
 reference: setup  ## write the pages of docs/reference that are generated from the code
 	$(BIN)/python -m tests.support.reference
 
-# The documentation is built without specdec itself: the generated pages are committed.
+# The documentation is built without specdec itself: the generated pages are committed. Not with --quiet, which makes
+# mkdocs 1.6 ignore the warnings that --strict fails on.
 $(DOCS_VENV)/.installed: pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
 	@[ -x $(DOCS_VENV)/bin/python ] || $(PYTHON) -m venv $(DOCS_VENV)
@@ -84,7 +85,7 @@ $(DOCS_VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 docs: $(DOCS_VENV)/.installed  ## build the documentation into site/; a warning or a broken link or anchor is an error
-	$(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	$(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 docs-serve: $(DOCS_VENV)/.installed  ## show the documentation at http://127.0.0.1:8001 and rebuild it on changes
 	$(DOCS_VENV)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8001

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from coordinator.config import CoordinatorSettings
 from draft_service.config import DraftSettings
-from specdec.config import ReplicaSettings, ServiceSettings
+from specdec.settings.base import ReplicaSettings, ServiceSettings
 from target_service.config import TargetSettings
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
@@ -22,8 +22,8 @@ _SERVICES: dict[str, type[ServiceSettings]] = {
 }
 _MODULES = {"Coordinator": "coordinator", "Draft service": "draft_service", "Target service": "target_service"}
 
-_INTRODUCTION = """A value is taken from the flag, else from the environment, else from the TOML file of `--config`, else
-from the default. A flag `--log-format` is the variable `SPECDEC_COORDINATOR__LOG_FORMAT` (or `SPECDEC_DRAFT__…`,
+_INTRODUCTION = """A value is taken from the flag, else from the environment, else from the TOML file of `--config`,
+else from the default. A flag `--log-format` is the variable `SPECDEC_COORDINATOR__LOG_FORMAT` (or `SPECDEC_DRAFT__…`,
 `SPECDEC_TARGET__…`) and the key `log_format` of the file. Unknown variables and keys are refused. `specdec up` passes
 any of these settings on with `--set ROLE.FIELD=VALUE`, for example `--set draft.predraft=on`."""
 

@@ -1,7 +1,7 @@
 """Tables of measured figures in README.md and docs/performance.md, read from bench/results.
 
-A table stands between `<!-- figures NAME -->` and `<!-- end of figures -->`, so every number on those pages is one that a
-command of the repository printed. Not here: the picture at the top of README.md (`speed_chart`).
+A table stands between `<!-- figures NAME -->` and `<!-- end of figures -->`. Every number in it was printed by a command
+of the repository. Not here: the picture at the top of README.md (`speed_chart`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ TABLES: dict[str, Sequence[Comparison]] = {
             "latency", "demo pair, 1 stream, T = 1", "specdec", "hf_assisted",
             "demo pair, T = 1", "draft model", "Transformers, assisted",
         ),
-        Comparison("latency", "demo pair, 1 stream, greedy", "int8", "float32", "demo pair, no draft", "int8", "float32"),
+        Comparison(
+            "latency", "demo pair, 1 stream, greedy", "int8", "float32", "demo pair, no draft", "int8", "float32"
+        ),
     ),
     "throughput": tuple(
         Comparison(
@@ -162,7 +164,9 @@ def peer_rows() -> list[Comparison]:
     if not (RESULTS / "peers.json").is_file():
         return []
     return [
-        Comparison("peers", each["case"], each["system"], each["ratio_to"], each["case"], each["system"], each["ratio_to"])
+        Comparison(
+            "peers", each["case"], each["system"], each["ratio_to"], each["case"], each["system"], each["ratio_to"]
+        )
         for each in records("peers")
         if each["metric"] == "tokens_per_s_ratio" and each["ratio_to"]
     ]

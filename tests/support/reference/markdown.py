@@ -47,6 +47,4 @@ def sentence(text: str) -> str:
 
 
 def _wrap(text: str, following: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=following, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.wrap(text, WIDTH, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)

@@ -13,8 +13,8 @@ from specdec.state.kv_tally import KvTally
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
-the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has `_bucket`,
-`_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
+the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
+`_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
 
 
@@ -50,11 +50,7 @@ def page() -> str:
 
 def series(registry: CollectorRegistry) -> list[str]:
     """Return one list item for each series of a registry, in the order of registration."""
-    return [
-        _series(collector, family)
-        for collector in registry._collector_to_names
-        for family in collector.collect()
-    ]
+    return [_series(collector, family) for collector in registry._collector_to_names for family in collector.collect()]
 
 
 def _series(collector: Any, family: Any) -> str:
