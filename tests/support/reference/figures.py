@@ -1,7 +1,7 @@
 """Tables of measured figures in README.md and docs/performance.md, read from bench/results.
 
-A table stands between `<!-- figures NAME -->` and `<!-- end of figures -->`. Every number in it was printed by a command
-of the repository. Not here: the picture at the top of README.md (`speed_chart`).
+A table stands between `<!-- figures NAME -->` and `<!-- end of figures -->`. Every number in it was printed by a
+command of the repository. Not here: the picture at the top of README.md (`speed_chart`).
 """
 
 from __future__ import annotations
