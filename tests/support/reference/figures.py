@@ -13,11 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.reference.markdown import paragraph
+
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "bench" / "results"
 PLACE = re.compile(r"(?P<begin><!-- figures (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
 
 Record = dict[str, Any]
+
+#: Tables of the suite `peers`: all ratios, and as many as the README has room for.
+_PEERS = ("peers", "peers-summary")
+_SUMMARY_ROWS = 6
 
 
 class Comparison(NamedTuple):
@@ -119,21 +125,23 @@ def table(name: str) -> str:
     Raises:
         LookupError: no table has the name, or a record is missing from bench/results.
     """
-    rows = TABLES[name] if name != "peers" else peer_rows()
+    rows = peer_rows(None if name == "peers" else _SUMMARY_ROWS) if name in _PEERS else TABLES[name]
     if not rows:
         return "`python -m bench peers` prints this table; no run is kept in the repository yet.\n"
     found = [(row, record(row)) for row in rows]
     lines = ["| Case | specdec with | compared with | times as fast (95 % interval) |", "|---|---|---|---|"]
     lines += [f"| {row.what} | {row.ours} | {row.other} | {_ratio(each)} |" for row, each in found]
-    return "\n".join([*lines, "", *sources([each for _, each in found])]) + "\n"
+    return "\n".join([*lines, "", sources([each for _, each in found])]) + "\n"
 
 
-def sources(records: Sequence[Record]) -> list[str]:
-    """Return one line for each suite: hardware, date and command."""
-    newest = {each["suite"]: each for each in sorted(records, key=lambda each: str(each["date"]))}
-    return [
-        f"- `python -m bench {suite}`: {each['hardware']}, {str(each['date'])[:10]}." for suite, each in newest.items()
-    ]
+def sources(shown: Sequence[Record]) -> str:
+    """Return a paragraph with hardware, commands and dates of the records."""
+    newest = {each["suite"]: each for each in sorted(shown, key=lambda each: str(each["date"]))}
+    by_hardware: dict[str, list[str]] = {}
+    for suite, each in newest.items():
+        command = f"`python -m bench {suite}` ({str(each['date'])[:10]})"
+        by_hardware.setdefault(each["hardware"], []).append(command)
+    return paragraph("; ".join(f"{hardware}: {', '.join(runs)}" for hardware, runs in by_hardware.items()))
 
 
 def record(row: Comparison) -> Record:
@@ -159,8 +167,8 @@ def rate(system: str) -> float:
     return float(max(found, key=lambda each: str(each["date"]))["value"])
 
 
-def peer_rows() -> list[Comparison]:
-    """Return one row for each ratio that the suite `peers` kept; none before its first run."""
+def peer_rows(limit: int | None) -> list[Comparison]:
+    """Return one row for each ratio that the suite `peers` kept, at most `limit`; none before its first run."""
     if not (RESULTS / "peers.json").is_file():
         return []
     return [
@@ -169,7 +177,7 @@ def peer_rows() -> list[Comparison]:
         )
         for each in records("peers")
         if each["metric"] == "tokens_per_s_ratio" and each["ratio_to"]
-    ]
+    ][:limit]
 
 
 @cache

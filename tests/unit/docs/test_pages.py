@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import specdec
+
 ROOT = Path(__file__).resolve().parents[3]
 MAX_COLUMNS = 120
 MAX_README_LINES = 180
@@ -101,3 +103,7 @@ def test_every_page_that_code_names_exists() -> None:
         if not (ROOT / mention).exists()
     }
     assert not missing
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"version: {specdec.__version__}\n" in (ROOT / "CITATION.cff").read_text()
