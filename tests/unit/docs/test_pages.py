@@ -26,6 +26,9 @@ PAGES = [*_ROOT_PAGES, *(path for path in sorted((ROOT / "docs").rglob("*.md")) 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<text>.+)$", re.MULTILINE)
+#: Paths in the repository that a page names.
+_PATH = re.compile(r"(?<![\w./-])(?:tests|specdec|coordinator|draft_service|bench|examples|models|k8s|protos)/[\w./-]+")
+_WRITTEN_BY_COMMANDS = {"bench/results/gpu.json"}
 #: `docs/…` in code and other files that are no pages.
 _MENTION = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg)\b")
 
@@ -102,6 +105,13 @@ def test_every_page_that_code_names_exists() -> None:
         for mention in _MENTION.findall(path.read_text())
         if not (ROOT / mention).exists()
     }
+    assert not missing
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if name_of(path) not in _STILL_WIDE], ids=name_of)
+def test_every_path_that_a_page_names_exists(path: Path) -> None:
+    named = {found.rstrip(".") for found in _PATH.findall(path.read_text())}
+    missing = {name for name in named if not (ROOT / name).exists()} - _WRITTEN_BY_COMMANDS
     assert not missing
 
 
