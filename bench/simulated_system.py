@@ -20,7 +20,6 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from specdec.client import Budgets, Client
-from specdec.core.expectation import expected_tokens_per_round
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, simulated_vocabulary
 from specdec.errors import SpecdecError
@@ -66,7 +65,8 @@ def ideal_round_s(pair: SimulatedPair, gamma: int, round_trip_s: float) -> float
 
 def ideal_tokens_per_s(pair: SimulatedPair, gamma: int, round_trip_s: float = 0.0) -> float:
     """Tokens a second of one stream at the pair's first alpha."""
-    expected = expected_tokens_per_round([pair.text.alphas[0]] * gamma)
+    alpha = pair.text.alphas[0]
+    expected = sum(alpha**num_accepted for num_accepted in range(gamma + 1))  # Leviathan et al. 2023, equation 1
     return expected / ideal_round_s(pair, gamma, round_trip_s)
 
 
