@@ -40,9 +40,10 @@ from specdec.service.lifecycle import (
     stop_on_signals,
 )
 from specdec.service.rank_group import run_ranks
-from specdec.settings.base import ReplicaSettings, parse_settings
+from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
+from specdec.settings.reading import parse_settings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 

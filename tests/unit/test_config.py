@@ -12,7 +12,8 @@ from pydantic_settings import SettingsConfigDict
 from coordinator.config import CoordinatorSettings
 from draft_service.config import DraftSettings
 from specdec.settings.addresses import advertised_address, join_address, split_address
-from specdec.settings.base import AddressList, ServiceSettings, parse_settings
+from specdec.settings.base import AddressList, ServiceSettings
+from specdec.settings.reading import parse_settings
 from target_service.config import TargetSettings
 
 
