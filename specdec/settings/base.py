@@ -154,8 +154,8 @@ class ReplicaSettings(ServiceSettings):
 
     compile_backend: str = "auto"
     """Implementation of the model's steps: native (kernels for Llama-shaped models on a CPU, compiled at the first
-    start), captured (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, inductor
-    (steps of one session, compiled at the first start) or any other installed backend of torch.compile. auto takes
+    start), captured (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, or any
+    installed backend of torch.compile, such as inductor (steps of one session, compiled at every start). auto takes
     native on a CPU and captured on a GPU for models that they support, else eager."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=64)
