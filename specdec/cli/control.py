@@ -153,8 +153,9 @@ class ControlSocket:
             yield {"error": error_line(error)}
 
     def _wait(self) -> Iterator[Mapping[str, Any]]:
-        while not self._system.wait_ready(_STAGE_INTERVAL_S):
+        while not self._system.wait_ready(0.0):
             yield {"stage": self._system.stage}
+            self._system.wait_ready(_STAGE_INTERVAL_S)
         yield {"ready": True}
 
     def _stop(self) -> Iterator[Mapping[str, Any]]:

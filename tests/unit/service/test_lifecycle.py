@@ -159,7 +159,7 @@ def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.Capture
 
     assert run_to_exit_code(succeed()) == 0
     assert run_to_exit_code(fail()) == 1
-    assert capsys.readouterr().err == "error: INVALID_ARGUMENT INVALID_REQUEST: no model at /nope\n"
+    assert capsys.readouterr().err == "error: no model at /nope (INVALID_REQUEST)\n"
 
 
 def test_a_process_ends_without_teardown_but_says_everything() -> None:
