@@ -174,6 +174,10 @@ def main() -> NoReturn:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core writes to stderr past Python's logging
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a background job of a script
     command = _command_of(sys.argv[1:])
+    if command in ("up", "serve"):
+        from specdec.cli.control_folder import mark_starting
+
+        mark_starting()
     if command != "none":
         with contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)):
             _module(command)  # Ctrl-C during the import may end the process at once: nothing has begun

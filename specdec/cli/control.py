@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from specdec.cli.control_folder import control_folder
 from specdec.errors import Internal, InvalidRequest, SpecdecError, Unavailable, error_line, parse_error_line
 from specdec.settings.addresses import split_address
-from specdec.state.socket_folder import short_temporary_folder
 from specdec.supervision.fleet import Fleet, Scaling
 
 _MAX_REQUEST_BYTES = 4096
@@ -87,7 +85,7 @@ class ControlSocket:
     def __enter__(self) -> Self:
         """Raises Unavailable if the socket cannot be opened: other commands will not find this system then."""
         try:
-            folder = _folder(make=True)
+            folder = control_folder(make=True)
             _remove_stale_sockets(folder)
             path = folder / f"{self._port}.sock"
             if _is_answered(path):
@@ -179,7 +177,7 @@ def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         SpecdecError: it refuses the request.
     """
     try:
-        path = _folder(make=False) / f"{port}.sock"
+        path = control_folder(make=False) / f"{port}.sock"
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SILENCE_TIMEOUT_S)
             connection.connect(str(path))
@@ -207,7 +205,7 @@ def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def is_running(port: int) -> bool:
     """Return whether a `specdec up` of this user, ready or starting, answers for a port on this machine."""
     try:
-        return _is_answered(_folder(make=False) / f"{port}.sock")
+        return _is_answered(control_folder(make=False) / f"{port}.sock")
     except OSError:
         return False
 
@@ -256,22 +254,6 @@ def _pool_and_model(joining: Any) -> tuple[str, str]:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and value.isprintable()
-
-
-def _folder(*, make: bool) -> Path:
-    """Return this user's folder of control sockets.
-
-    Raises:
-        OSError: it does not exist, or other users may enter it.
-    """
-    name = f"specdec-up-{os.geteuid()}"
-    folder = Path(short_temporary_folder(len(f"/{name}/65535.sock"))) / name
-    if make:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} must be a folder of this user that no other user may enter")
-    return folder
 
 
 def _remove_stale_sockets(folder: Path) -> None:

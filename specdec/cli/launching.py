@@ -93,14 +93,18 @@ class Launcher:
 
     def coordinator(self) -> Service:
         """Start the coordinator."""
+        arguments = [*self.coordinator_arguments(), *self._metrics_flag(COORDINATOR)]
+        return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
+
+    def coordinator_arguments(self) -> list[str]:
+        """Return the coordinator's flags, except for its metrics address."""
         arguments = ["--listen", self._endpoint, *self._settings.arguments(COORDINATOR)]
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
-        arguments += [*self._common(COORDINATOR), *self._metrics_flag(COORDINATOR)]
-        return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
+        return arguments + self._common(COORDINATOR)
 
     def replica(self, name: str, num_alike: int) -> Service:
         """Start a replica.
@@ -112,7 +116,7 @@ class Launcher:
         role = role_of_group(role_of(name))
         if self._ray_address:
             return self._placed_replica(name, role)
-        arguments = [*self._replica_arguments(name), "--listen", f"127.0.0.1:{self._free_port()}"]
+        arguments = [*self.replica_arguments(name), "--listen", f"127.0.0.1:{self._free_port()}"]
         return Child(
             name,
             f"{role}_service",
@@ -135,7 +139,7 @@ class Launcher:
         return Child(
             name,
             "specdec.cluster.placed_replica",
-            [*placed, "--", *self._replica_arguments(name)],
+            [*placed, "--", *self.replica_arguments(name)],
             {**own, **self._environ},
             shown_level=self._args.log_level,
         )
@@ -143,7 +147,8 @@ class Launcher:
     def require_room(self, added: Mapping[str, int]) -> None:
         """Accept any number: whether more processes of a role fit is found out by starting them."""
 
-    def _replica_arguments(self, name: str) -> list[str]:
+    def replica_arguments(self, name: str) -> list[str]:
+        """Return a replica's flags, except for its addresses."""
         group = role_of(name)
         role = role_of_group(group)
         own = ["--model", self._served.target]

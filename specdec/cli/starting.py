@@ -6,12 +6,13 @@ import socket
 import time
 
 from specdec.cli import control
+from specdec.cli.control_folder import is_any_starting
 from specdec.cli.waiting import Waiting
 from specdec.errors import Unavailable
 from specdec.settings.addresses import split_address
 
-#: Time in which a `specdec up` that was started at the same moment opens its control socket.
-_GRACE_S = 1.0
+#: Time in which a `specdec up` that was started at the same moment makes its marker.
+_GRACE_S = 0.5
 _POLL_S = 0.05
 _CONNECT_TIMEOUT_S = 1.0
 
@@ -19,8 +20,8 @@ _CONNECT_TIMEOUT_S = 1.0
 def await_start(endpoint: str) -> None:
     """Return once the system at `endpoint` is not starting any more, and show on stderr what its start waits for.
 
-    Returns at once if the system serves or is on another machine, and after a moment if nothing listens there: the
-    command's own call then says so.
+    Returns at once if the system serves or is on another machine, and after a moment if nothing listens there and no
+    `specdec up` is being imported: the command's own call then says so.
 
     Raises:
         Unavailable: the system ended before it served.
@@ -30,7 +31,7 @@ def await_start(endpoint: str) -> None:
         return
     deadline_s = time.monotonic() + _GRACE_S
     while not control.is_running(port):
-        if _accepts_connections(endpoint) or time.monotonic() >= deadline_s:
+        if _accepts_connections(endpoint) or (time.monotonic() >= deadline_s and not is_any_starting()):
             return
         time.sleep(_POLL_S)
     is_ready = False

@@ -18,6 +18,7 @@ from specdec.checkpoints.preflight import require_kv_room
 from specdec.checkpoints.rank_checks import require_divisible, require_supported
 from specdec.cli import up_flags
 from specdec.cli.control import ControlSocket, RunningSystem
+from specdec.cli.control_folder import unmark_starting
 from specdec.cli.detached import start_detached
 from specdec.cli.health import is_serving
 from specdec.cli.launching import Launcher
@@ -168,6 +169,7 @@ def _open_control_socket(endpoint: str, system: RunningSystem, stack: contextlib
         stack.enter_context(ControlSocket(split_address(endpoint)[1], system))
     except Unavailable as error:
         tell(f"warning: specdec scale, join and down will not find this system: {error.message}")
+    unmark_starting()
 
 
 def _own_store(args: argparse.Namespace, stack: contextlib.ExitStack) -> OwnRedis | EmbeddedRedis | None:

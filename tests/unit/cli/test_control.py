@@ -19,6 +19,7 @@ import pytest
 from specdec.cli import control
 from specdec.cli.__main__ import run
 from specdec.cli.control import ControlSocket, RunningSystem
+from specdec.cli.control_folder import control_folder
 from specdec.cli.starting import await_start
 from specdec.errors import Internal, Unavailable
 from specdec.supervision.fleet import Fleet, Scaling
@@ -113,7 +114,7 @@ def test_a_command_waits_for_a_system_that_starts_and_shows_its_stage(capsys: py
 
 def test_a_command_that_waits_for_a_system_is_told_when_its_start_fails() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        folder = control._folder(make=True)
+        folder = control_folder(make=True)
         listener.bind(str(folder / f"{PORT}.sock"))
         listener.listen()
 
@@ -191,7 +192,7 @@ def test_the_stage_of_a_request_is_reported_until_it_fails(fleet: StillFleet) ->
 )  # fmt: skip
 def test_a_malformed_request_is_refused_and_the_next_one_is_served(fleet: StillFleet, request_line: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(control._folder(make=False) / f"{PORT}.sock"))
+        connection.connect(str(control_folder(make=False) / f"{PORT}.sock"))
         connection.sendall(request_line)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.makefile("rb").read()

@@ -27,8 +27,8 @@ def test_a_draft_joins_where_requests_are_routed_alone() -> None:
     routed = launcher("--route", "auto")
     assert routed.join("new", "/m") == "draft-new"
     assert routed.roles == ("target", "draft", "draft-new")
-    assert routed._replica_arguments("draft-new-0")[:6] == ["--model", "/m", "--pool", "new", "--shadow", "on"]
-    assert "--shadow" not in routed._replica_arguments("draft-0")
+    assert routed.replica_arguments("draft-new-0")[:6] == ["--model", "/m", "--pool", "new", "--shadow", "on"]
+    assert "--shadow" not in routed.replica_arguments("draft-0")
     routed.forget("draft-new")
     assert routed.roles == ("target", "draft")
     assert routed.join("new", "/other") == "draft-new"

@@ -57,6 +57,6 @@ def test_every_replica_is_started_as_deterministic_as_the_system_is(flag: str) -
     launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", redis_url="memory://", metrics={},
                         environ={})  # fmt: skip
     for name, settings_type in (("target-0", TargetSettings), ("draft-0", DraftSettings)):
-        started = launcher._replica_arguments(name)
+        started = launcher.replica_arguments(name)
         settings = parse_settings(settings_type, prog=name, argv=started)
         assert settings.deterministic == (flag == "--deterministic")

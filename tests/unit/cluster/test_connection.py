@@ -46,9 +46,7 @@ def test_an_address_where_nobody_listens(environ: dict[str, str]) -> None:
 def test_an_address_where_somebody_listens_and_never_answers(environ: dict[str, str]) -> None:
     with socket.create_server(("0.0.0.0", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert told(place(address, **environ)).startswith(
-            f"error: --ray-address {address}: no Ray cluster answer"
-        )
+        assert told(place(address, **environ)).startswith(f"error: --ray-address {address}: no Ray cluster answer")
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x", "http://127.0.0.1:1"])
