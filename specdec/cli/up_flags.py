@@ -84,11 +84,10 @@ def needs_of_drafts(args: argparse.Namespace) -> list[str]:
                 f"right, and drafting may not pay; train one with specdec distill --draft {spec} and pass it as "
                 f"{EARLY_EXIT}:{spec.num_layers}:ADAPTER"
             )
-    if "suffix" in args.lookup:
-        beside = "" if args.draft or args.local_draft else "; name a draft model beside it for other text"
+    if "suffix" in args.lookup and not (args.draft or args.local_draft):
         warnings.append(
-            "warning: --draft suffix needs text that repeats, such as edits of code, summaries or similar requests: on "
-            f"other text it finds nothing and every token takes a step of the target{beside}"
+            "warning: --draft suffix alone needs text that repeats, such as edits of code, summaries or similar "
+            "requests: on other text it finds nothing, and every token takes a step of the target; add a draft model"
         )
     return warnings
 

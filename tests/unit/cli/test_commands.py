@@ -367,7 +367,7 @@ def test_bench_runs_every_prompt_with_and_without_speculation_and_deletes_its_se
     assert captured.err.splitlines() == [f"{number} of 4 pairs" for number in (1, 2, 3, 4)]
     shown = json.loads(captured.out)
     assert (shown["speedup"], shown["num_pairs"]) == (1.0, 4)
-    assert shown["speculative"]["draft_efficiency"] == 0.5
+    assert shown["speculative"]["acceptance"] == 0.5
     modes = [request.speculation.mode for request in servicer.requests]
     assert modes.count(pb.SPECULATION_MODE_OFF) == 4
     assert modes[:4] == [0, pb.SPECULATION_MODE_OFF, pb.SPECULATION_MODE_OFF, 0]

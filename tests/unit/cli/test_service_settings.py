@@ -123,9 +123,9 @@ def test_serve_is_up_with_the_target_that_it_names() -> None:
     [
         (["--draft", "early-exit:3"], ["--draft early-exit:3 has no trained adapter"]),
         (["--draft", "early-exit:3:adapter.safetensors"], []),
-        (["--draft", "suffix"], ["--draft suffix needs text that repeats"]),
+        (["--draft", "suffix"], ["--draft suffix alone needs text that repeats"]),
         (["--draft", "ngram"], []),
-        (["--draft", "mtp", "--draft", "suffix", "--draft", "early-exit:2"], ["early-exit:2", "suffix"]),
+        (["--draft", "mtp", "--draft", "suffix", "--draft", "early-exit:2"], ["early-exit:2"]),
     ],
     ids=lambda value: " ".join(value),
 )
