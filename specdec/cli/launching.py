@@ -31,7 +31,7 @@ from specdec.supervision.services import Service
 
 _DRAIN_GRACE_S = 3
 _POLL_INTERVAL_S = 0.2
-#: Idle threads spin for microseconds only (docs/LOG.md).
+#: Idle threads spin for microseconds only (docs/history/log.md).
 _QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 

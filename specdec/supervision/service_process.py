@@ -17,7 +17,7 @@ PACKAGE_ROOT = str(Path(specdec.__file__).resolve().parents[1])
 
 #: Defaults of a service's environment. gRPC reads this variable when it is imported. Its event engine hands every
 #: message through two more threads than the polling that it replaced, which takes 40 % of a small call's time here
-#: (docs/performance.md).
+#: (docs/history/performance.md).
 SERVICE_ENVIRONMENT = {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener"}
 
 
