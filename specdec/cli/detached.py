@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from specdec.artifact_cache import cache_directory
 from specdec.cli import INTERRUPTED
+from specdec.cli.control_folder import control_folder
 from specdec.cli.listening import listen_address
 from specdec.cli.request_flags import DEFAULT_ENDPOINT
 from specdec.errors import Unavailable
@@ -43,7 +43,7 @@ def start_detached(
         Unavailable: the address is in use, or the log file cannot be written.
     """
     endpoint = listen_address(args)
-    path = _log_path(endpoint, environ)
+    path = _log_path(endpoint)
     words = [word for word in argv if word != _DETACH_FLAG]
     with open(path, "w", opener=_private) as log:
         up = subprocess.Popen(
@@ -91,14 +91,12 @@ class _ReadyLine:
         self.ended.set()
 
 
-def _log_path(endpoint: str, environ: Mapping[str, str]) -> Path:
-    """Return the log file of the system at `endpoint`. Raises Unavailable if its folder cannot be made."""
-    folder = cache_directory(environ) / "logs"
+def _log_path(endpoint: str) -> Path:
+    """Return the log file of the system at `endpoint`. Raises Unavailable if its folder cannot be used."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return control_folder(make=True) / f"{split_address(endpoint)[1]}.log"
     except OSError as error:
-        raise Unavailable(f"cannot make the folder {folder} for the log: {error.strerror}") from error
-    return folder / f"up-{split_address(endpoint)[1]}.log"
+        raise Unavailable(f"no folder for the log: {error}") from error
 
 
 def _private(path: str, flags: int) -> int:

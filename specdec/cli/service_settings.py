@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coordinator.config import CoordinatorSettings
-from draft_service.config import DraftSettings
 from specdec.cli import Usage
 from specdec.settings.base import ServiceSettings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.draft import DraftSettings
 from specdec.settings.reading import checked_value, flag_of
-from target_service.config import TargetSettings
+from specdec.settings.target import TargetSettings
 
 SETTINGS_TYPES: Mapping[str, type[ServiceSettings]] = {
     "target": TargetSettings,

@@ -28,7 +28,6 @@ from specdec.cli.up_parser import add_parser, add_serve_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
 from specdec.cross_vocabulary.pair_preflight import require_servable_pair
-from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import split_address
@@ -38,6 +37,7 @@ from specdec.state.own_redis import OwnRedis, throwaway_redis
 from specdec.supervision.fleet import Fleet
 from specdec.supervision.processes import Child
 from specdec.supervision.services import Service, tell
+from specdec.types import SIMULATED_PREFIX
 
 __all__ = ["add_parser", "add_serve_parser", "run"]
 

@@ -15,9 +15,9 @@ from specdec.cli import Usage
 from specdec.cli.draft_pools import DraftPool, draft_pools
 from specdec.cli.listening import split_flag
 from specdec.cli.service_settings import SETTINGS_TYPES
-from specdec.engine_api import SIMULATED_PREFIX
 from specdec.settings.draft_specs import EARLY_EXIT, parse_local_drafts
 from specdec.settings.reading import checked_value
+from specdec.types import SIMULATED_PREFIX
 
 ROLES = ("target", "draft")
 

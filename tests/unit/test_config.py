@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from coordinator.config import CoordinatorSettings
-from draft_service.config import DraftSettings
 from specdec.settings.addresses import advertised_address, join_address, split_address
 from specdec.settings.base import AddressList, ServiceSettings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.draft import DraftSettings
 from specdec.settings.reading import parse_settings
-from target_service.config import TargetSettings
+from specdec.settings.target import TargetSettings
 
 
 class ManySettings(DraftSettings):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from draft_service.config import DraftSettings
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser, run
 from specdec.cli.launching import Launcher
 from specdec.cli.service_settings import SETTINGS_TYPES
+from specdec.settings.draft import DraftSettings
 from specdec.settings.reading import parse_settings
 
 #: Settings that `specdec up` chooses for every service.

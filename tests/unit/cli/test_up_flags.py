@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from draft_service.config import DraftSettings
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser
 from specdec.cli.launching import Launcher
+from specdec.settings.draft import DraftSettings
 from specdec.settings.draft_specs import parse_local_drafts
 from specdec.settings.reading import parse_settings
-from target_service.config import TargetSettings
+from specdec.settings.target import TargetSettings
 
 DRAFTS = ("eagle3:heads", "exit=early-exit:3:heads/adapter.safetensors", "medusa:some/hub-id", "mtp")
 
