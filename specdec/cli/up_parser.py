@@ -25,8 +25,12 @@ class _ServiceFlag:
     services: tuple[str, ...]
     flag: str = ""
     """Name of the flag if it is not that of the setting."""
-    note: str = ""
-    """Text after the setting's own help."""
+    prefix: str = ""
+    """Text before the setting's own help."""
+    help: str = ""
+    """Text instead of the setting's own help."""
+    default: str = ""
+    """Default of the flag if it is not that of the setting."""
 
     @property
     def flag_name(self) -> str:
@@ -34,8 +38,8 @@ class _ServiceFlag:
 
 
 _SERVICE_FLAGS = (
-    _ServiceFlag("tokenizer", ("coordinator",), note="Default: the target's."),
-    _ServiceFlag("route", ("coordinator",)),
+    _ServiceFlag("tokenizer", ("coordinator",), default="the target's"),
+    _ServiceFlag("route", ("coordinator",), default="none"),
     _ServiceFlag("tenant", ("coordinator",)),
     _ServiceFlag("learning_log", ("coordinator",)),
     _ServiceFlag("timeline", ("coordinator",)),
@@ -46,22 +50,24 @@ _SERVICE_FLAGS = (
     _ServiceFlag("deterministic", ROLES),
     _ServiceFlag("max_context_tokens", ROLES),
     _ServiceFlag("kv_tier_url", ROLES),
-    _ServiceFlag("tensor_parallel", ("target",), note="Of each target replica."),
-    _ServiceFlag("tensor_parallel", ("draft",), "--tensor-parallel-draft", note="Of each draft replica."),
+    _ServiceFlag("tensor_parallel", ("target",), prefix="Of each target replica: "),
+    _ServiceFlag("tensor_parallel", ("draft",), "--tensor-parallel-draft", prefix="Of each draft replica: "),
     *(
-        _ServiceFlag(name, (role,), f"{flag_of(name)}-{role}", note)
+        flag
         for role in ROLES
-        for name, note in (
-            (
-                "gpu_memory_utilization",
-                f"Here: of all {role} replicas together; default {DEFAULT_UTILIZATION[role]:g}"
-                + (f", without a draft model {UTILIZATION_ALONE:g}." if role == "target" else "."),
+        for flag in (
+            _ServiceFlag(
+                "gpu_memory_utilization", (role,), f"--gpu-memory-utilization-{role}",
+                help=f"Share of a GPU's memory that all {role} replicas together may take. --kv-cache-bytes-{role} "
+                "wins over it.",
+                default=f"{DEFAULT_UTILIZATION[role]:g}"
+                + (f", without a draft model {UTILIZATION_ALONE:g}" if role == "target" else ""),
             ),
-            ("kv_cache_bytes", f"Of each {role} replica."),
-            ("num_threads", f"Of each {role} replica."),
+            _ServiceFlag("kv_cache_bytes", (role,), f"--kv-cache-bytes-{role}", prefix=f"Of each {role} replica: "),
+            _ServiceFlag("num_threads", (role,), f"--num-threads-{role}", prefix=f"Of each {role} replica: "),
         )
     ),
-)
+)  # fmt: skip
 
 
 class _Model(argparse.Action):
@@ -191,10 +197,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_service_flag(parser: argparse.ArgumentParser, each: _ServiceFlag) -> None:
     info = SETTINGS_TYPES[each.services[0]].model_fields[each.name]
-    sentences = [" ".join((info.description or "").split()), each.note]
-    if not info.is_required() and info.default not in (None, "", False) and not each.note:
-        sentences.append(f"Default: {info.default}.")
-    options: dict[str, Any] = {"help": " ".join(filter(None, sentences)).replace("%", "%%")}
+    text = each.help or " ".join((info.description or "").split())
+    if each.prefix:
+        text = each.prefix + text[0].lower() + text[1:]
+    default = each.default or ("" if info.is_required() or info.default in (None, "", False) else str(info.default))
+    if default:
+        text += f" Default: {default}."
+    options: dict[str, Any] = {"help": text.replace("%", "%%")}
     if info.annotation is bool:
         options["nargs"] = 0
     else:

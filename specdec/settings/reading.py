@@ -29,6 +29,7 @@ _VALUE_NAMES = {
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
     **dict.fromkeys(("config", "timeline"), "FILE"),
     "learning-log": "DIR",
+    "utilization": "SHARE",
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",
     "-bytes": "BYTES",
