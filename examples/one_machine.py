@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec.cli.terminal import TokenWriter
 from specdec.client import Client, Completion
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, error_line
 
 
 def with_system(flags: Sequence[str], show: Callable[[str], int]) -> int:
@@ -34,7 +34,7 @@ def with_system(flags: Sequence[str], show: Callable[[str], int]) -> int:
             return 1  # `up` has said why
         return show(ready[1].strip())
     except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 1
     finally:
         up.send_signal(signal.SIGTERM)

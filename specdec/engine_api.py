@@ -14,9 +14,6 @@ from typing import Protocol
 
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 
-#: What the name of a model begins with that has dials and no weights (`specdec.engine.simulated.pair`).
-SIMULATED_PREFIX = "simulated:"
-
 
 class Engine(Protocol):
     """What does not depend on the role. Safe to call from any number of asyncio loops, any number of calls at once."""

@@ -23,6 +23,13 @@ TokenIds = NDArray[np.uint32]
 #: Target distributions travel as uint32 weights that sum to exactly this (docs/protocol.md section 3).
 WEIGHT_TOTAL = 1 << 31
 
+#: Most entries of a support. Vocabularies up to this size may send their whole distribution: cutting it would cost them
+#: acceptance, and bytes are few. It also bounds W below 2^31, so that every product of the integer rule fits 62 bits.
+MAX_SUPPORT = 1 << 15
+
+#: Prefix of the name of a simulated model, which has dials and no weights (`specdec.engine.simulated.pair`).
+SIMULATED_PREFIX = "simulated:"
+
 #: Tokens per KV block and per link of the chain hash. One constant: both sides of every link must agree on it.
 BLOCK_TOKENS = 16
 

@@ -11,7 +11,7 @@ import os
 from importlib import import_module
 from typing import Any, TextIO
 
-from specdec.errors import InvalidRequest, SpecdecError, Unavailable, Unsupported
+from specdec.errors import InvalidRequest, Unavailable, Unsupported
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import check_dialable
 
@@ -116,8 +116,3 @@ def _require_answer(address: str, version: str, told: str) -> None:
             raise Unavailable(f"{told}: {_REFUSALS.get(error.code().name, error.details())}") from error
     if reply.ray_version != version:
         raise Unsupported(f"{told}: its Ray is {reply.ray_version}, ours {version}")
-
-
-def error_line(error: SpecdecError) -> str:
-    """As a service's last line says why it ended."""
-    return f"error: {error.code} {error.reason}: {' '.join(error.message.split())}"

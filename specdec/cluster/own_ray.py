@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 
-from specdec.cluster.connection import error_line, first_sentence, import_ray, seclude
-from specdec.errors import SpecdecError, Unavailable
+from specdec.cluster.connection import first_sentence, import_ray, seclude
+from specdec.errors import SpecdecError, Unavailable, error_line
 
 #: Sockets lie some sixty characters below it, and their paths are short everywhere.
 _FOLDER = "/tmp"

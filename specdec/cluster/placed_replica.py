@@ -22,10 +22,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from specdec.cluster.connection import connect, error_line, first_sentence, seclude
+from specdec.cluster.connection import connect, first_sentence, seclude
 from specdec.cluster.placement import PLACE_TIMEOUT_S, Needs, Placement
 from specdec.cluster.rank_host import CALLER_VARIABLES, only
-from specdec.errors import Internal, SpecdecError, Unavailable
+from specdec.errors import Internal, SpecdecError, Unavailable, error_line
 from specdec.settings.addresses import join_address
 
 #: After another rank has ended: how long the first may take to fail its calls and leave the registry.

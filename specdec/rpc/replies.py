@@ -18,11 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.packed import NO_IDS, PackedIds, PackedRows, PackedSupports, locate_drawn, pack_supports
-from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal
 from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
 from specdec.rpc.stages import decode_stages
-from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Support, Verification, VerifyRequest
+from specdec.types import (
+    MAX_SUPPORT,
+    WEIGHT_TOTAL,
+    LogitRow,
+    Proposal,
+    ProposeRequest,
+    Support,
+    Verification,
+    VerifyRequest,
+)
 from specdec.v1 import draft_pb2, target_pb2
 
 _NO_PROBABILITIES = np.zeros(0)

@@ -73,7 +73,7 @@ def test_status_shows_every_pool_and_scale_counts_each_of_them(endpoint: str) ->
     assert replicas(endpoint)["good"] == 2
     refused = specdec("scale", "draft=2", "--endpoint", endpoint)
     assert refused.returncode == 1
-    assert "there are target, draft-good, draft-8b-0.6b-alpha-0.0" in refused.stderr
+    assert "it has target, draft-good, draft-8b-0.6b-alpha-0.0" in refused.stderr
 
 
 def test_each_kind_of_requests_gets_the_pool_that_is_good_at_it_and_pools_shows_it(routed: str) -> None:

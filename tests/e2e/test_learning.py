@@ -92,7 +92,7 @@ def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(end
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("old={folder}/draft", "there is a draft pool called old already"),
+        ("old={folder}/draft", "there is already a draft pool called old"),
         ("suffix={folder}/draft", "'suffix' is no name for a draft model"),
         ("other={folder}/none", "is no directory on this machine"),
     ],
@@ -104,5 +104,5 @@ def test_a_draft_that_cannot_join_is_one_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     last = captured.err.splitlines()[-1]
-    assert last.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: ")
+    assert last.endswith("(INVALID_REQUEST)")
     assert words in last

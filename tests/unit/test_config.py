@@ -9,11 +9,12 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from coordinator.config import CoordinatorSettings
-from draft_service.config import DraftSettings
 from specdec.settings.addresses import advertised_address, join_address, split_address
-from specdec.settings.base import AddressList, ServiceSettings, parse_settings
-from target_service.config import TargetSettings
+from specdec.settings.base import AddressList, ServiceSettings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.draft import DraftSettings
+from specdec.settings.reading import parse_settings
+from specdec.settings.target import TargetSettings
 
 
 class ManySettings(DraftSettings):
@@ -120,7 +121,8 @@ def test_a_usage_error_is_one_line_and_exit_code_2(
 def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", tenant])
-    assert capsys.readouterr().err == (f"error: --tenant: {tenant!a} is not 1 to 64 letters, digits, '_', '.' or '-'\n")
+    expected = f"error: --tenant: {tenant!a} is not 1 to 64 letters, digits, '_', '.' or '-' (INVALID_REQUEST)\n"
+    assert capsys.readouterr().err == expected
     named = parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", "x" * 64])
     assert named.tenant == "x" * 64
 

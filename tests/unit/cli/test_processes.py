@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import specdec
+from specdec.errors import error_line
 from specdec.supervision.processes import Child, free_ports
 
 
@@ -132,7 +133,7 @@ def test_a_refused_replica_is_kept_by_its_address(tmp_path: Path, environ: Mappi
     child = Child("coordinator", write_records(tmp_path, {"level": "error", **words}), [], environ)
     wait_for_end(child)
     child.stop()
-    assert child.refusals == {"h:1": "FAILED_PRECONDITION VOCABULARY_MISMATCH: refused: x"}
+    assert error_line(child.refusals["h:1"]) == "error: refused: x (VOCABULARY_MISMATCH)"
 
 
 def test_a_child_imports_what_we_are_whatever_lies_in_the_current_folder(
@@ -216,11 +217,11 @@ def test_a_child_loads_nothing_from_the_folder_it_was_started_in(
 
 def test_of_several_processes_that_end_the_first_reason_is_told(tmp_path: Path, environ: Mapping[str, str]) -> None:
     source = (
-        "print('loading')\nprint('error: INVALID_ARGUMENT INVALID_REQUEST: no such device')\n"
+        "print('loading')\nprint('error: no such device (INVALID_REQUEST)')\n"
         'print(\'{"level": "ERROR", "message": "leaving: rank 0 is gone"}\')\n'
-        "print('error: UNAVAILABLE REPLICA_UNAVAILABLE: a rank is gone')\nraise SystemExit(1)\n"
+        "print('error: a rank is gone (REPLICA_UNAVAILABLE)')\nraise SystemExit(1)\n"
     )
     child = Child("target-0", write_module(tmp_path, source), [], environ)
     wait_for_end(child)
-    assert child.failure() == "INVALID_ARGUMENT INVALID_REQUEST: no such device"
+    assert error_line(child.failure()) == "error: no such device (INVALID_REQUEST)"
     child.stop()

@@ -7,9 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from specdec.core.sparse import MAX_SUPPORT
-from specdec.engine_api import SIMULATED_PREFIX
 from specdec.settings.base import Address, ReplicaSettings
+from specdec.types import MAX_SUPPORT, SIMULATED_PREFIX
 
 
 class DraftSettings(ReplicaSettings):
