@@ -91,7 +91,7 @@ def test_empty_inputs_are_sent_for_the_server_to_refuse() -> None:
         (None, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ],
 )
-def test_a_value_that_does_not_fit_the_message_is_refused_by_field_name(prompt: str | None, options: Any, field: str) -> None:
+def test_a_value_that_does_not_fit_is_refused_by_field_name(prompt: str | None, options: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request(prompt, options)
     assert caught.value.field == field
