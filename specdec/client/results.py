@@ -180,6 +180,10 @@ class Pool:
     first round whose gamma the server chose."""
     routes: tuple[Route, ...] = ()
     """Draft pools of a system with request routing: statistics by class of requests."""
+    dtype: str = ""
+    """Type of the weights: float32 | bfloat16 | float16 | int8; "" for drafts found in the text."""
+    shadow: bool = False
+    """Draft pools: True if the pool is scored, and used only by requests that name it or by promotion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +282,8 @@ def _read_pool(message: pb.PoolInfo) -> Pool:
         alpha=message.alpha if message.HasField("alpha") else None,
         gamma=message.gamma if message.HasField("gamma") else None,
         routes=tuple(map(_read_route, message.routes)),
+        dtype=message.dtype,
+        shadow=message.shadow,
     )
 
 

@@ -16,7 +16,7 @@ from specdec.cli.__main__ import _COMMANDS, run
 from specdec.client.endpoints import check_endpoint
 from specdec.errors import InvalidRequest, NotFound, Unsupported
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.scripted_coordinator import finished, pool, started, tokens
+from tests.support.scripted_coordinator import finished, started, tokens
 from tests.unit.cli.conftest import Serve, answer
 
 
@@ -251,39 +251,6 @@ def test_logprobs_are_shown_with_each_token(shape: str, coordinator: Serve, caps
     assert (detail["text"], detail["source"], detail["logprob"]) == ("<5>", "accepted", -0.5)
     assert detail["top_logprobs"] == [{"token_id": 7, "logprob": -0.25}]
     assert servicer.requests[0].sampling.logprobs == 1
-
-
-def test_status_is_a_row_a_replica_with_gamma_and_alpha_of_drafts(
-    coordinator: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
-    servicer, environ = coordinator(answer)
-    servicer.served = pb.GetInfoResponse(
-        version="9", target_model="[bold]m", max_context_tokens=512, max_gamma=8,
-        pools=[pool("draft", 2, alpha=0.75, gamma=3.5), pool("target")],
-    )  # fmt: skip
-    servicer.served.pools[1].replicas[0].num_sessions = 7
-    servicer.served.pools[1].replicas[0].kv_usage = 0.25
-    assert run(["status"], environ) == 0
-    title, header, first, second, third = capsys.readouterr().out.splitlines()
-    assert title == "specdec 9  [bold]m  context 512 tokens  gamma at most 8"
-    assert header.split() == ["role", "pool", "model", "gamma", "alpha", "replica", "address", "sessions", "kv"]
-    assert first.split() == ["draft", "default", "draft-model", "3.5", "0.75", "draft-0", "h0:1", "0", "0%"]
-    assert second.split() == ["draft-1", "h1:1", "0", "0%"]
-    assert third.split() == ["target", "default", "target-model", "target-0", "h0:1", "7", "25%"]
-
-
-def test_status_json_has_what_the_server_told_and_a_lost_target_is_told(
-    coordinator: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
-    servicer, environ = coordinator(answer)
-    servicer.served = pb.GetInfoResponse(version="9", pools=[pool("draft")])
-    assert run(["status", "--json"], environ) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["version"] == "9"
-    assert (shown["pools"][0]["role"], shown["pools"][0]["alpha"]) == ("draft", None)
-    assert shown["pools"][0]["replicas"][0]["replica_id"] == "draft-0"
-    assert run(["status"], environ) == 0
-    assert "no target replica is alive" in capsys.readouterr().err
 
 
 def test_text_that_is_not_unicode_is_refused_before_it_is_sent(
