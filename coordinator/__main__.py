@@ -23,6 +23,7 @@ from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
@@ -77,7 +78,6 @@ async def _serve(settings: CoordinatorSettings) -> None:
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
         pools = _build_pools(settings, tokenizer.fingerprint, readiness, ending)
         ending.push_async_callback(pools.close)
-        directory = store.prefixes() if settings.prefix_directory == "on" else None
         history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
@@ -87,12 +87,27 @@ async def _serve(settings: CoordinatorSettings) -> None:
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
             canary.start()
             ending.push_async_callback(canary.close)
-        generations = GenerationService(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
-                                  metrics=metrics, directory=directory, history=history, scores=scores,
-                                  canary=canary, learning_log=_open_learning_log(settings, metrics),
-                                  timelines=timelines)  # fmt: skip
-        default_mode = Mode[settings.default_mode.upper()]
-        CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
+        draft_sources = DraftSourceFactory(pools, history, scores, canary, tokenizer.decode)
+        generations = GenerationService(
+            _generation_settings(settings),
+            store=store,
+            pools=pools,
+            tokenizer=tokenizer,
+            draft_sources=draft_sources,
+            metrics=metrics,
+            directory=store.prefixes() if settings.prefix_directory == "on" else None,
+            learning_log=_open_learning_log(settings, metrics),
+            timelines=timelines,
+        )
+        CoordinatorServicer(
+            generations=generations,
+            store=store,
+            pools=pools,
+            draft_sources=draft_sources,
+            tokenizer=tokenizer,
+            default_mode=Mode[settings.default_mode.upper()],
+            canary=canary,
+        ).add_to(server.grpc_server)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()

@@ -59,6 +59,11 @@ class DraftSourceFactory:
         self._clocks: defaultdict[str, DraftDeadline] = defaultdict(DraftDeadline)
         self._routes = None if scores is None else RoutingTable(pools, self._records, scores, canary, text_of)
 
+    @property
+    def is_routing(self) -> bool:
+        """Whether a request that names no pool is routed among the draft models while it runs."""
+        return self._routes is not None
+
     def figures(self, pool: str) -> DraftStats:
         """What requests have shown of a draft pool: of routed ones what their classes did, scores among it."""
         record, routed = self._records.get(pool), None if self._routes is None else self._routes.alpha(pool)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import grpc
 import numpy as np
 import pytest
 
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
-from specdec.errors import InvalidRequest, NotFound
+from specdec.errors import InvalidRequest
 from specdec.rpc import codec
 from specdec.tenant import DEFAULT_TENANT, session_on_replica
 from specdec.types import (
@@ -71,8 +72,9 @@ async def test_sessions_of_one_name_are_two_sessions_in_the_store_and_on_the_rep
         await ours.stub.DeleteSession(pb.DeleteSessionRequest(session_id="one"))
         assert rig.target.engine.info().num_sessions == num_held - 1
         assert num_cached(await turn(theirs, "one", (5,))) == len(said[1][1]) - 1
-        with pytest.raises(NotFound):
-            await ours.generations.record("one")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ours.stub.GetSession(pb.GetSessionRequest(session_id="one"))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         await theirs.stub.DeleteSession(pb.DeleteSessionRequest(session_id="one"))
         assert rig.target.engine.info().num_sessions == num_held - 2
 

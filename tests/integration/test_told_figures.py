@@ -58,7 +58,7 @@ async def test_a_request_that_was_left_is_a_line_too(caplog: pytest.LogCaptureFi
         stream.cancel()
         await eventually(lambda: bool(lines(caplog)))
     (line,) = lines(caplog)
-    assert (line["message"], line["reason"], line["session_id"]) == ("request failed", "CANCELLED", "s")
+    assert (line["message"], line["reason"], line["session_id"]) == ("request cancelled", "client_left", "s")
     assert line["num_output_tokens"] >= 1
 
 

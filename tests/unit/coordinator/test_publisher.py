@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from coordinator.generation.commits import CommitQueue
+from coordinator.generation.publisher import CommitQueue
 from specdec.errors import LeaseLost
 from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, Lease
