@@ -97,11 +97,11 @@ def _optional(message: Message, field: str) -> Any:
 
 def _digest_of_form_1(message: coordinator_pb2.GenerateRequest) -> str:
     """The digest that versions before `digest` stored: requests that began there are retried here."""
-    asked = coordinator_pb2.GenerateRequest()
-    asked.CopyFrom(message)
+    digested = coordinator_pb2.GenerateRequest()
+    digested.CopyFrom(message)
     for field in _NOT_DIGESTED:
-        asked.ClearField(field)
-    return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+        digested.ClearField(field)
+    return hashlib.blake2b(digested.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 
 
 def encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.GenerateResponse:
@@ -224,8 +224,8 @@ def encode_pools(
         if pool.role == DRAFT:
             alpha, gamma = draft_stats(pool.name)
             pool.MergeFrom(coordinator_pb2.PoolInfo(alpha=alpha, gamma=gamma))  # None leaves a field unset
-            for figures in route_stats(pool.name):
-                pool.routes.add(**figures._asdict())
+            for stats in route_stats(pool.name):
+                pool.routes.add(**stats._asdict())
     return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))
 
 

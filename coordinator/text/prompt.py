@@ -54,10 +54,10 @@ def encode_prompt(
             it, or a conversation meets a model without a template (NO_CHAT_TEMPLATE).
         GivenUp: `given_up` was set.
     """
-    most = None if max_context_tokens is None else max_context_tokens - 1
+    max_tokens = None if max_context_tokens is None else max_context_tokens - 1
     if request.messages is not None:
         turns = [turn.as_dict() for turn in request.messages]
-        whole = np.asarray(tokenizer.encode_chat(turns, max_tokens=most, given_up=given_up), np.uint32)
+        whole = np.asarray(tokenizer.encode_chat(turns, max_tokens=max_tokens, given_up=given_up), np.uint32)
         keep = _common_prefix_len(held, whole)
         prompt = Prompt(keep, whole[keep:], "messages")
     elif request.token_ids is not None:
@@ -66,7 +66,7 @@ def encode_prompt(
         token_ids = tokenizer.encode(
             request.text or "",
             add_special_tokens=len(held) == 0,
-            max_tokens=None if most is None else most - len(held),
+            max_tokens=None if max_tokens is None else max_tokens - len(held),
             given_up=given_up,
         )
         prompt = Prompt(len(held), np.asarray(token_ids, np.uint32), "prompt")
@@ -89,17 +89,17 @@ def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tok
             reason="CONTEXT_TOO_LONG",
             field=prompt.field,
         )
-    asked = request.sampling.max_new_tokens
-    if asked > room:
+    max_new_tokens = request.sampling.max_new_tokens
+    if max_new_tokens > room:
         raise InvalidRequest(
             f"sampling.max_new_tokens must be at most {room} after {prompt.num_tokens} tokens in a context of "
-            f"{max_context_tokens}, got {asked}",
+            f"{max_context_tokens}, got {max_new_tokens}",
             reason="CONTEXT_TOO_LONG",
             field="sampling.max_new_tokens",
         )
     return replace(
         request.sampling,
-        max_new_tokens=asked or min(DEFAULT_MAX_NEW_TOKENS, room),
+        max_new_tokens=max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, room),
         seed=request.sampling.seed if request.is_seeded else secrets.randbits(64),
     )
 

@@ -55,12 +55,12 @@ class TextBounds:
         counted = self._counted(text, room * self.per_token)
         return (counted, room * self.per_token) if counted > room * self.per_token else None
 
-    def _counted(self, text: str, most: int) -> int:
-        """Characters of `text` that tokens have to stand for; any number above `most` will do for one that is."""
+    def _counted(self, text: str, limit: int) -> int:
+        """Characters of `text` that tokens have to stand for; any number above `limit` will do for one that is."""
         if self.with_space_per_token is None and not (self.takes_space_before or self.takes_space_after):
             return len(text)
         visible = _num_visible(text)
-        if self.with_space_per_token is not None or visible > most:
+        if self.with_space_per_token is not None or visible > limit:
             return visible
         # Few are visible, so there are few runs of white space to look at.
         return len(text) - sum(map(len, self._taken(text)))

@@ -105,8 +105,8 @@ class ServedTokenizer:
         """
         self._check_length(text, field, max_tokens)
         if len(text) > _MAX_CHARACTERS_HERE:
-            asked = {"text": text, "add_special_tokens": add_special_tokens}
-            token_ids: list[int] = self._long_texts.ask(asked, field, given_up or threading.Event())["token_ids"]
+            request = {"text": text, "add_special_tokens": add_special_tokens}
+            token_ids: list[int] = self._long_texts.ask(request, field, given_up or threading.Event())["token_ids"]
             return token_ids
         try:
             # Not verbose: the context limit is checked against the whole session later, and refused by name.
@@ -144,18 +144,18 @@ class ServedTokenizer:
                 field="messages",
             )
         given_up = given_up or threading.Event()
-        asked = {"messages": [dict(message) for message in messages]}
-        text: str = self._templates.ask(asked, "messages", given_up)["text"]
+        request = {"messages": [dict(message) for message in messages]}
+        text: str = self._templates.ask(request, "messages", given_up)["text"]
         # The template has written the special tokens.
         return self.encode(text, add_special_tokens=False, field="messages", max_tokens=max_tokens, given_up=given_up)
 
     def _check_length(self, text: str, field: str, max_tokens: int | None) -> None:
         if max_tokens is None or (excess := self._bounds.excess(text, max_tokens)) is None:
             return
-        counted, most = excess
+        num_characters, max_characters = excess
         raise InvalidRequest(
-            f"{field} is far too long: it has {counted} characters, and the {max_tokens} tokens there is room for "
-            f"hold {most} at most",
+            f"{field} is far too long: it has {num_characters} characters, and the {max_tokens} tokens there is room for "
+            f"hold {max_characters} at most",
             reason="CONTEXT_TOO_LONG",
             field=field,
         )
