@@ -1,6 +1,6 @@
-"""`python -m coordinator`: reads settings, builds the coordinator, serves until SIGTERM or Ctrl-C.
+"""`python -m coordinator`: reads the settings, builds the coordinator, and serves until SIGTERM or Ctrl-C.
 
-The only module of the coordinator that reads the environment and handles signals.
+This is the only module of the coordinator that reads the environment and handles signals.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from specdec.settings.base import parse_settings
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 
-#: After the drain, how long streams may take to hand out what they hold.
+#: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
 
 _log = logging.getLogger("coordinator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the service; returns the exit code."""
+    """Run the service; return the exit code."""
     settings = parse_settings(
         CoordinatorSettings, prog="python -m coordinator", argv=sys.argv[1:] if argv is None else argv
     )
@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: CoordinatorSettings) -> None:
-    """Serves until SIGTERM or SIGINT, then drains.
+    """Serve until SIGTERM or SIGINT, then drain.
 
     Raises:
-        SpecdecError: it cannot begin (address, tokenizer, store), or a static endpoint serves another vocabulary
-            before anything could be served.
+        SpecdecError: the service cannot start (address, tokenizer, store), or a static endpoint has another vocabulary
+            before the first request could be served.
     """
     require_addresses(settings)
     stop = stop_on_signals()
@@ -156,7 +156,7 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
 
 
 def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics) -> LearningLog | None:
-    """Raises InvalidRequest where it cannot be kept."""
+    """Open the learning log, if one is set. Raises InvalidRequest where its folder cannot be used."""
     if settings.learning_log is None:
         return None
     return LearningLog(
@@ -169,7 +169,7 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:
-    """Lets watchers run until `stop`. Raises VocabularyMismatch when a static endpoint does not fit at the start."""
+    """Run watchers until `stop`. Raises VocabularyMismatch when a static endpoint has another vocabulary at start."""
     watchers = {asyncio.create_task(one) for one in watching}
     tasks = {*watchers, asyncio.create_task(stop.wait())}
     try:

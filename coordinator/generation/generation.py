@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class CancelCause(StrEnum):
-    """What a client did to end its request early. Such a request counts as cancelled, not as failed."""
+    """Ways in which a client ends its request early. Such a request counts as cancelled, not as failed."""
 
     CLIENT_LEFT = "client_left"
     SESSION_DELETED = "session_deleted"
@@ -152,7 +152,7 @@ class Generation:
         except SpecdecError as raised:
             error = raised
         except Exception:
-            _log.exception("a generation failed")
+            _log.exception("generation failed")
             error = Internal("the generation failed; the coordinator's log has the cause")
         finally:
             self._is_ending = True

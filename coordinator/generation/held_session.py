@@ -83,5 +83,5 @@ class HeldSession:
         except NotFound as deletion:
             return deletion
         except SpecdecError as failure:
-            _log.warning("cleaning up a generation failed: %s", failure)
+            _log.warning("generation clean-up failed: %s", failure)
         return error

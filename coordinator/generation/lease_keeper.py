@@ -118,5 +118,5 @@ class LeaseKeeper:
         with self._lock:
             is_ours = lease.session_id in self._kept and self._kept[lease.session_id].lease is lease
         if is_ours:  # otherwise it was given back during the renewal
-            _log.warning("lost the lease of session %s: %s", lease.session_id, error)
+            _log.warning("lease lost: session=%s: %s", lease.session_id, error)
             self.drop(lease)

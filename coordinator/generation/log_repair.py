@@ -144,7 +144,7 @@ class LogRepair:
         if held is None or (held.num_tokens, held.request) != (record.num_tokens, record.request):
             self.forget(lease.session_id)
             return False
-        _log.warning("the store lost %d tokens of a session; appending them again", len(lost))
+        _log.warning("appending tokens that the store lost: session=%s num_tokens=%d", lease.session_id, len(lost))
         await self._store.begin_request(lease, request, keep=record.num_tokens, token_ids=lost)
         return True
 
@@ -152,4 +152,4 @@ class LogRepair:
         try:
             await self._store.release(lease, left=left)
         except SpecdecError as error:
-            _log.warning("releasing session %s after its repair failed: %s", lease.session_id, error)
+            _log.warning("release after a log repair failed: session=%s: %s", lease.session_id, error)

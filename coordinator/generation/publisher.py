@@ -213,5 +213,5 @@ class Publisher:
         if record is None:
             raise LeaseLost(f"session {session_id} is gone from the store")
         lost = self._turn.tokens.tail(record.num_tokens)[: base_len - record.num_tokens]
-        _log.warning("the store lost %d tokens of a session; appending them again", len(lost))
+        _log.warning("appending tokens that the store lost: session=%s num_tokens=%d", session_id, len(lost))
         await self._store.repair(self._turn.lease, base_len=record.num_tokens, token_ids=lost)

@@ -73,7 +73,7 @@ async def read_logged_request(
 
 
 async def _read_turn(store: SessionStore, session_id: str) -> tuple[SessionRecord, list[int]]:
-    """Return a record with a request, and the tokens of the same turn. Raises NotFound where there is no request.
+    """Return a record with a request, and the tokens of the same turn. Raises NotFound where a request is missing.
 
     Record and tokens are two reads. They are repeated where the session has changed its owner or its request between
     them, since the tokens may then belong to another turn, or to a new session of the same id. A coordinator that takes

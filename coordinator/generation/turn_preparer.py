@@ -245,7 +245,7 @@ class TurnPreparer:
         except NotFound as deletion:
             return deletion
         except SpecdecError as error:
-            _log.warning("undoing an admission on session %s failed: %s", lease.session_id, error)
+            _log.warning("undoing an admission failed: session=%s: %s", lease.session_id, error)
         return None
 
 

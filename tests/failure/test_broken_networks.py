@@ -96,7 +96,7 @@ async def test_what_a_coordinator_without_its_store_had_begun_goes_on_at_another
     # Its readers were told before it tried to give their leases back, for which it waited as long again.
     before, told, _ = first.log.partition("request failed")
     assert told
-    assert "cleaning up a generation failed" not in before
+    assert "generation clean-up failed" not in before
     until(lambda: is_serving(first.address))
 
 

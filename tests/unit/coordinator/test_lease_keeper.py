@@ -168,7 +168,7 @@ async def test_a_lease_that_was_lost_is_renewed_no_more_and_one_that_could_not_b
     assert batches[0] == ["lost", "failed", "kept"]
     assert all(batch == ["failed"] for batch in batches[1:])
     assert keeper.num_kept == 2
-    assert caplog.messages == ["lost the lease of session lost: taken"]
+    assert caplog.messages == ["lease lost: session=lost: taken"]
 
 
 async def test_a_lease_given_back_while_it_was_renewed_is_not_told_as_lost_nor_is_its_successor_dropped(
