@@ -1,4 +1,4 @@
-"""The queue of commits: one generation's trouble is not another's."""
+"""The commit queue: an error of one generation's commit does not affect others."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, Lease
 
 
-async def test_a_commit_that_is_refused_or_given_up_leaves_the_others_of_its_batch_their_answers() -> None:
+async def test_a_refused_or_cancelled_commit_does_not_affect_the_others_of_its_batch() -> None:
     store = open_store("memory://")
     lease = await store.acquire("session", owner="owner", ttl_s=30.0, create=True)
     commit = Commit(round_id=0, base_len=0, token_ids=np.array([1], np.uint32), stats_json="{}", finish_reason=None)
