@@ -1,9 +1,10 @@
 """The text that the demo pair learns: the running interpreter's own standard library, as documents.
 
-The corpus is a deterministic walk over the library's source with a held-out set chosen by a hash of the file's name. The
-rest becomes two kinds of documents: stretches of a file, and conversations whose question is a function's docstring and
-whose answer is that function. The prose corpus holds docstrings and the reference manual of the interpreter. `train.py`
-uses both. Run alone, this module writes the prompts of the benchmarks (`python models/demo/corpus.py bench/prompts`), all from held-out files.
+The corpus is a deterministic walk over the library's source with a held-out set chosen by a hash of the file's name.
+The rest becomes two kinds of documents: stretches of a file, and conversations whose question is a function's docstring
+and whose answer is that function. The prose corpus holds docstrings and the reference manual of the interpreter.
+`train.py` uses both. Run alone, this module writes the prompts of the benchmarks (`python models/demo/corpus.py
+bench/prompts`), all from held-out files.
 """
 
 import ast

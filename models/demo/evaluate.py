@@ -55,7 +55,9 @@ class Pair:
 
     @torch.inference_mode()
     def laws(self, token_ids: list[int], num_output: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the distributions of target and draft at each of the last `num_output` positions.  [T, V] float64, twice"""
+        """Return the distributions of target and draft at each of the last `num_output` positions.  [T, V] float64,
+        twice
+        """
         inputs = torch.tensor([token_ids])
         rows = slice(len(token_ids) - num_output - 1, len(token_ids) - 1)
         target, draft = (model(inputs).logits[0, rows].double() for model in (self._target, self._draft))

@@ -1,9 +1,9 @@
 """Trainable modules of the demo target's heads: Medusa, EAGLE-3 and the adapter of an early exit, in PyTorch.
 
 Each module computes the logits of every draft position for whole rows of text, and the tensors to save under the
-formats' own names. `train_heads.py` trains them and `specdec.engine.heads` serves them. A learner's `logits(view)` yields, for draft depth i = 0, 1, ..., logits [B, T, V] and
-the offset of what they predict: row t speaks of the token after position t + offset, and the target's own logits of
-position t + offset are what it learns.
+formats' own names. `train_heads.py` trains them and `specdec.engine.heads` serves them. A learner's `logits(view)`
+yields, for draft depth i = 0, 1, ..., logits [B, T, V] and the offset of what they predict: row t speaks of the token
+after position t + offset, and the target's own logits of position t + offset are what it learns.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 EARLY_EXIT_LAYERS = 3
-#: Hidden states of the target that the head reads, numbered as in Transformers: what enters layer j, the last layer's output at L.
+#: Hidden states of the target that the head reads, numbered as in Transformers: what enters layer j, the last layer's
+#: output at L.
 EAGLE3_STATES = [2, 4, 6]
 
 

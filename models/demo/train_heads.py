@@ -1,8 +1,8 @@
 """Train the drafts that the demo target makes itself: Medusa heads, an EAGLE-3 head and an early exit's adapter.
 
 In one loop the target reads the demo pair's text and every learner (`learners.py`) learns its distribution of the same
-step, by KL on the logits at every draft depth, because drafts are sampled and not only argmaxed. `corpus.py` chooses the
-text. Nothing at run time imports this module.
+step, by KL on the logits at every draft depth, because drafts are sampled and not only argmaxed. `corpus.py` chooses
+the text. Nothing at run time imports this module.
 
     python models/demo/train_heads.py --out models/demo --bf16
 """
