@@ -74,7 +74,7 @@ class GenerationFactory:
         if beginning.replayed is not None:
             stream.publish(beginning.replayed)
         setting = self._round_setting(identity, lease)
-        route = self._draft_kinds.route(identity.parameters.speculation, setting, tokens)
+        route = self._draft_kinds.router(identity.parameters.speculation, setting, tokens)
         replicas = self._replicas(beginning, route)
         account = Account(identity, beginning.stats, self._metrics, beginning.began)
         parts = GenerationParts(

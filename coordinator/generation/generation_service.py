@@ -111,7 +111,7 @@ class GenerationService:
 
     def draft_stats(self, draft_pool: str) -> DraftStats:
         """What requests have shown here of a draft pool."""
-        return self._draft_kinds.figures(draft_pool)
+        return self._draft_kinds.draft_stats(draft_pool)
 
     def route_stats(self, draft_pool: str) -> list[RouteStats]:
         """What is known here of a draft pool for each class of requests."""

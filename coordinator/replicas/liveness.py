@@ -74,7 +74,7 @@ async def _ask(
         answer.cancel()
     if (reason or stands_still) and _has_other(replica, pools):
         error = Unavailable(f"{replica.address}: {reason or stands_still}")
-        (replica.stand_still if stands_still else replica.fail)(error)
+        (replica.stall if stands_still else replica.fail)(error)
         replica.link.break_off(error.message)
 
 

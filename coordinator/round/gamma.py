@@ -65,7 +65,7 @@ class RoundTimes(NamedTuple):
     """Committed tokens the draft had to run in this round."""
     committed_len: int
     """When the round started."""
-    num_asked: int
+    num_requested: int
     """Draft tokens asked for; the draft may have given fewer, or none."""
     step_tokens: int
     """What the target says were the tokens of its step, other sessions' included."""
@@ -99,7 +99,7 @@ class DraftPoolStats:
         """Tokens of a step that are not the round's own."""
         self.num_delayed = RunningMean()
         """Rounds of others that one row more in a round makes later."""
-        self._num_asked = RunningMean()
+        self._num_requested = RunningMean()
         self._has_chosen = False
         self._acceptance = Acceptance(POOL_KEEP)
         self._last_draft_round = 0
@@ -117,16 +117,16 @@ class DraftPoolStats:
     @property
     def mean_gamma(self) -> float | None:
         """Draft tokens asked for a round lately, by requests whose gamma is chosen; None before the first round."""
-        return self._num_asked.value if self._has_chosen else None
+        return self._num_requested.value if self._has_chosen else None
 
-    def count_choice(self, num_asked: int) -> None:
+    def count_choice(self, num_requested: int) -> None:
         """A round of a request whose gamma is chosen has asked for so many draft tokens."""
         self._has_chosen = True
-        self._num_asked.observe(num_asked)
+        self._num_requested.observe(num_requested)
 
     def count(self, times: RoundTimes) -> None:
         """Counts a round's tokens, also of a round that is too cold to learn from."""
-        self.tokens_since_draft = 0 if times.num_asked else self.tokens_since_draft + times.num_accepted + 1
+        self.tokens_since_draft = 0 if times.num_requested else self.tokens_since_draft + times.num_accepted + 1
 
     def observe(self, times: RoundTimes, *, is_probe: bool = False) -> None:
         """`is_probe`: what is remembered of the draft's times is from before a spell without it."""
@@ -134,10 +134,10 @@ class DraftPoolStats:
         elapsed = self.num_rounds - self._last_draft_round
         if times.num_draft_tokens:
             self._acceptance.observe(times.num_draft_tokens, times.num_accepted, elapsed)
-        if times.num_asked and times.num_draft_prefilled <= MAX_PREFILLED:
+        if times.num_requested and times.num_draft_prefilled <= MAX_PREFILLED:
             fading_rounds = MOST_TOKENS_PER_PROBE if is_probe else elapsed
-            self.draft_wait.observe(times.num_asked, times.committed_len, times.draft_s, fading_rounds)
-        if times.num_asked:
+            self.draft_wait.observe(times.num_requested, times.committed_len, times.draft_s, fading_rounds)
+        if times.num_requested:
             self._last_draft_round = self.num_rounds
         if times.num_prefilled > MAX_PREFILLED:
             return
@@ -261,21 +261,21 @@ class GammaChooser:
 
     def observe(self, times: RoundTimes) -> None:
         """Learns from a finished round."""
-        if self._fixed is None or times.num_asked:  # requests that never draft need nobody to probe for them
+        if self._fixed is None or times.num_requested:  # requests that never draft need nobody to probe for them
             self._pool.count(times)
         if self._fixed is None:
-            self._pool.count_choice(times.num_asked)
+            self._pool.count_choice(times.num_requested)
         self._rounds_since_draft += 1
         self._committed_len = times.committed_len + times.num_accepted + 1
         if times.num_draft_tokens:
             self._acceptance.observe(times.num_draft_tokens, times.num_accepted, self._rounds_since_draft)
-        if times.num_asked:
+        if times.num_requested:
             self._rounds_since_draft = 0
         if self._is_first:
             # Whatever is cold is paid for in a session's first round, and never again.
             self._is_first = False
             return
-        is_probe = bool(times.num_asked) and self._is_probing
+        is_probe = bool(times.num_requested) and self._is_probing
         if is_probe and not self._is_news(times):
             self._end_probe()
         self._pool.observe(times, is_probe=is_probe)
@@ -284,7 +284,7 @@ class GammaChooser:
         """Whether a probe's round leaves something to find out."""
         if times.num_draft_prefilled > MAX_PREFILLED:
             return True
-        return times.draft_s < 0.5 * self._pool.draft_wait.predict(times.num_asked, times.committed_len)
+        return times.draft_s < 0.5 * self._pool.draft_wait.predict(times.num_requested, times.committed_len)
 
     def _begins_or_continues_probe(self, limit: int) -> bool:
         """Whether this round asks the draft to learn, not to gain.

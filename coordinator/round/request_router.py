@@ -14,8 +14,8 @@ from functools import partial
 from coordinator.requests import RequestStats
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import SESSION_KEEP
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.routing_table import RoutingTable
-from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import ExpectedRounds, expected_rounds, rounds_of

@@ -197,9 +197,9 @@ class RoutingTable:
         num_tested = sum(record.num_tested for record in records)
         return sum(record.num_accepted for record in records) / num_tested if num_tested else None
 
-    def figures(self, pool: str) -> list[RouteStats]:
+    def stats(self, pool: str) -> list[RouteStats]:
         """How a pool does for each class, for people."""
-        figures = []
+        stats = []
         for name, of_class in sorted(self._classes.items()):
             is_chosen = self.choose(name) == pool
             if pool in of_class.pools or is_chosen or of_class.hedge.weight(pool):
@@ -208,10 +208,10 @@ class RoutingTable:
                 goodput, weight = self.rate(name, pool, 0.0), of_class.hedge.weight(pool)
                 share = record.num_rounds / num_rounds if num_rounds else 0.0
                 acceptance = record.acceptance
-                figures.append(
+                stats.append(
                     RouteStats(name, acceptance.measured, goodput, weight, share, is_chosen, acceptance.num_tested)
                 )
-        return figures
+        return stats
 
     def _of(self, request_class: str) -> _Class:
         if request_class not in self._classes:

@@ -120,7 +120,7 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
         assert num_without_draft <= 10 + num_rounds / 10
         assert max(output.finished.stats.draft_s for output in outputs) < 2.5
         record = next(r for r in coordinator.pools.drafts("default") if r.address == rig.of_role(DRAFT)[0].address)
-        while not record.is_in_use or record.replica_health.is_marked:
+        while not record.is_in_use or record.health.is_marked:
             await coordinator.pools.poll()  # its watchdog may have had it taken for dead
             await drafted(coordinator, 1)
         healthy.gate.clear()
@@ -139,5 +139,5 @@ async def test_a_draft_that_reads_a_long_prompt_is_not_taken_for_hung() -> None:
         outputs = [
             await coordinator.generate(request([5 + index] * 400, max_new_tokens=20, gamma=3)) for index in range(4)
         ]
-        assert not record.replica_health.is_out(record.link.heard_at)
+        assert not record.health.is_out(record.link.heard_at)
         assert all(output.finished.stats.num_draft_tokens > 0 for output in outputs)

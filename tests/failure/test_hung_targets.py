@@ -239,9 +239,9 @@ async def test_sessions_leave_a_target_that_is_well_but_for_its_calls_and_new_on
         assert deaf.num_asked == num_asked
         # Once it is asked again, and answers, it is one like the others.
         deaf.hears.set()
-        (replica,) = (replica for replica in coordinator.pools.targets() if replica.replica_health.is_marked)
+        (replica,) = (replica for replica in coordinator.pools.targets() if replica.health.is_marked)
         async with asyncio.timeout(_PATIENCE_S):
-            while replica.replica_health.is_marked:
+            while replica.health.is_marked:
                 await asyncio.gather(*(coordinator.generate(request([8, 6, 2 + i])) for i in range(4)))
                 await coordinator.pools.poll()
         assert deaf.num_asked > num_asked

@@ -16,10 +16,12 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_deadline import DraftDeadline
-from coordinator.round.draft_source import ReplicaDraftSource
+from coordinator.round.draft_sources import ReplicaDraftSource
 from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
-from coordinator.round.runner import RoundOutcome, RoundRunner, RoundSetting
+from coordinator.round.outcome import RoundOutcome
+from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
+from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.tokens import SessionTokens
 from specdec.rpc.client import open_link
@@ -86,7 +88,7 @@ class NotedGamma(GammaChooser):
         super().observe(times)
 
 
-class NotedClock(DraftDeadline):
+class NotedDeadline(DraftDeadline):
     """What the pool's clock is asked and told."""
 
     def __init__(self) -> None:
@@ -140,9 +142,11 @@ class Rounds:
         self.replicas.draft_pool = "default"
         self.replicas.target_fingerprint = pools.target_info.model_fingerprint
         self.gamma = NotedGamma(gamma)
-        self.draft_clock = NotedClock()
+        self.draft_deadline = NotedDeadline()
         calls = SessionCalls(setting, self.tokens, self.replicas)
-        drafts = ReplicaDraftSource("default", self.gamma, DraftCalls(setting, self.replicas, calls, self.draft_clock))
+        drafts = ReplicaDraftSource(
+            "default", self.gamma, DraftCalls(setting, self.replicas, calls, self.draft_deadline)
+        )
         target_calls = TargetCalls(setting, self.replicas, calls)
         self._runner = RoundRunner(setting, self.tokens, self.replicas, drafts, target_calls)
         self._num_run = 0

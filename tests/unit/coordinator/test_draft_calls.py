@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 
-from coordinator.replicas.replica import DRAFT
-from coordinator.replicas.replica_health import FIRST_PAUSE_S, MAX_SLACK
+from coordinator.replicas.replica import DRAFT, FIRST_PAUSE_S, MAX_SLACK
 from coordinator.round.draft_deadline import LEAST_DEADLINE_S
 from specdec.errors import Internal
 from tests.support.coordinator_rig import PROMPT, eventually
@@ -51,7 +50,7 @@ async def test_a_draft_that_answers_without_a_token_has_not_failed_and_is_asked_
         assert [(await rounds.run()).target_only_cause for _ in range(3)] == ["empty"] * 3
         rig.drafts[0].drafts_nothing = False
         assert (await rounds.run()).num_accepted == 3
-        assert [times.num_asked for times in rounds.gamma.told] == [3] * 4
+        assert [times.num_requested for times in rounds.gamma.told] == [3] * 4
 
 
 async def test_a_draft_that_is_gone_is_out_of_use_at_once_and_the_session_takes_another(
@@ -97,7 +96,7 @@ async def test_a_draft_that_hangs_costs_one_deadline_and_is_left_alone_until_it_
         assert [(await rounds.run()).num_accepted for _ in range(6)] == [3] * 6
         assert (len(serving.asked), len(other.asked)) == (2, 6)
         told = rounds.gamma.told[1]
-        assert (told.num_asked, told.num_draft_tokens, told.draft_s) == (0, 0, 0.0)
+        assert (told.num_requested, told.num_draft_tokens, told.draft_s) == (0, 0, 0.0)
 
 
 async def test_the_only_draft_is_tried_again_by_one_session_after_a_pause_and_comes_back_with_its_answer() -> None:
@@ -107,11 +106,11 @@ async def test_the_only_draft_is_tried_again_by_one_session_after_a_pause_and_co
         gate = rig.drafts[0].gates["s"] = asyncio.Event()
         assert [(await rounds.run()).target_only_cause for _ in range(3)] == ["late", "no_replica", "no_replica"]
         replica = rig.pools.drafts("default")[0]
-        assert replica.replica_health.is_marked
+        assert replica.health.is_marked
         gate.set()
         async with asyncio.timeout(FIRST_PAUSE_S * 10):
             await eventually(lambda: replica.is_in_use)
-        assert not replica.replica_health.is_marked
+        assert not replica.health.is_marked
         assert (await rounds.run()).num_accepted == 3
 
 
@@ -130,7 +129,7 @@ async def test_a_draft_that_answers_others_is_busy_and_its_lateness_counts_as_th
         assert causes == ["late", "late", "paused"]
         replica = rig.pools.drafts("default")[0]
         assert replica.is_in_use
-        assert replica.replica_health.slack == 1.0  # the other session's answers keep their deadlines
+        assert replica.health.slack == 1.0  # the other session's answers keep their deadlines
 
 
 async def test_a_draft_that_was_slow_is_waited_for_as_many_times_longer_as_its_slack_and_no_longer_than_allowed() -> (
@@ -141,8 +140,8 @@ async def test_a_draft_that_was_slow_is_waited_for_as_many_times_longer_as_its_s
             rounds = rig.rounds(session_id=f"{slack}", draft_timeout_s=allowed_s)
             rig.drafts[0].gates[f"{slack}"] = asyncio.Event()
             replica = rig.pools.drafts("default")[0]
-            replica.replica_health.reset()
-            replica.replica_health.slack = slack
+            replica.health.reset()
+            replica.health.slack = slack
             outcome = await asyncio.wait_for(rounds.run(), 30)
             assert outcome.target_only_cause == "late"
             assert least_s <= outcome.draft_s < 30
@@ -153,13 +152,13 @@ async def test_a_deadline_fits_what_is_sent_and_its_clock_learns_what_the_replic
         rounds = rig.rounds(draft_timeout_s=30.0)
         replica = rig.pools.drafts("default")[0]
         for _ in range(3):
-            replica.replica_health.slack = MAX_SLACK  # a starved machine must not miss a deadline
+            replica.health.slack = MAX_SLACK  # a starved machine must not miss a deadline
             await rounds.run()
-        assert rounds.draft_clock.asked == rounds.draft_clock.told == [(3, len(PROMPT)), (3, 2), (3, 2)]
+        assert rounds.draft_deadline.asked == rounds.draft_deadline.told == [(3, len(PROMPT)), (3, 2), (3, 2)]
         # Nobody waits for what a hung replica would have to read: its answer brings it back.
-        assert replica.replica_health.note_late(asked_at=replica.link.heard_at, heard_at=0.0)
+        assert replica.health.note_late(called_at=replica.link.heard_at, heard_at=0.0)
         await eventually(lambda: replica.is_in_use)
-        replica.replica_health.slack = MAX_SLACK
+        replica.health.slack = MAX_SLACK
         assert (await rounds.run()).num_accepted == 3
-        assert rounds.draft_clock.asked[3:] == [(3, 0)]
-        assert not replica.replica_health.is_marked
+        assert rounds.draft_deadline.asked[3:] == [(3, 0)]
+        assert not replica.health.is_marked

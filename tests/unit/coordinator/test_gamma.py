@@ -94,7 +94,7 @@ def play(
                     num_prefilled=1,
                     num_draft_prefilled=num_unseen,
                     committed_len=lengths[index],
-                    num_asked=gamma,
+                    num_requested=gamma,
                     step_tokens=rows,
                     num_concurrent=len(gammas) - 1,
                     num_other_rows=rows - gamma - 1,
@@ -214,7 +214,7 @@ def slow_round(*, num_prefilled: int, seconds: float) -> RoundTimes:
         num_prefilled=num_prefilled,
         num_draft_prefilled=num_prefilled,
         committed_len=4000,
-        num_asked=4,
+        num_requested=4,
         step_tokens=5,
     )
 
@@ -282,7 +282,7 @@ def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claim
         num_prefilled=1,
         num_draft_prefilled=1,
         committed_len=150,
-        num_asked=2,
+        num_requested=2,
         step_tokens=3,
     )
     for _ in range(2):

@@ -132,7 +132,7 @@ class SharedTarget:
                 num_prefilled=1,
                 num_draft_prefilled=1,
                 committed_len=session.length,
-                num_asked=session.gamma,
+                num_requested=session.gamma,
                 step_tokens=step_tokens if self.knows_others else num_rows,
                 num_concurrent=others[0],
                 num_other_rows=others[1],

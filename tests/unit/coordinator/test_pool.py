@@ -29,12 +29,12 @@ async def test_a_replica_is_out_of_use_from_a_failed_call_until_it_answers_again
 async def test_a_draft_that_was_late_and_then_gone_begins_afresh_when_it_is_back() -> None:
     async with RoundRig() as rig:
         (draft,) = rig.pools.drafts("default")
-        assert draft.replica_health.note_late(asked_at=draft.link.heard_at + 1.0, heard_at=0.0)
+        assert draft.health.note_late(called_at=draft.link.heard_at + 1.0, heard_at=0.0)
         await rig.pools.poll()
-        assert draft.replica_health.is_marked  # describing itself is its event loop's work, not its device's
+        assert draft.health.is_marked  # describing itself is its event loop's work, not its device's
         draft.fail(Unavailable("gone"))
         await rig.pools.poll()
-        assert not draft.replica_health.is_marked
+        assert not draft.health.is_marked
         assert draft.is_in_use
 
 

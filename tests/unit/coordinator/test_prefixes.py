@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.replicas import prefixes as module
-from coordinator.replicas.placement import SessionReplicas
+from coordinator.replicas.placement import FIRST_REQUEST_ROWS, PrefixRule, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.replicas.prefix_rule import FIRST_REQUEST_ROWS, PrefixRule
 from coordinator.replicas.prefixes import LOOK_UP_TIMEOUT_S, MAX_NOTES, Prefixes, prefix_lengths
 from coordinator.replicas.replica import TARGET, TargetReplica
 from specdec.core.chain import ChainHasher
@@ -186,7 +185,7 @@ async def test_a_session_does_not_come_back_to_a_replica_that_cannot_take_it(nam
     home, other = replica("home", draining=name == "draining"), replica("other", num_running=1)
     home.is_alive = name != "dead"
     if name == "late":
-        home.replica_health.note_late(asked_at=1.0, heard_at=0.0)
+        home.health.note_late(called_at=1.0, heard_at=0.0)
     if name == "of another model":
         home.info = replace(home.info, model_fingerprint="another")  # type: ignore[type-var]
     pools._replicas = {(TARGET, each.address): each for each in (home, other)}
@@ -207,4 +206,4 @@ async def test_a_session_comes_back_however_busy_its_replica_is_and_is_believed_
         replicas.begin_turn(agreed_len, [KvLocation("home", 90)], {"other": 64})
         assert replicas.choose_target() is home
         assert replicas.start_for(home, 120) == start
-    assert replicas.homes == [KvLocation("home", 60)]
+    assert replicas.locations == [KvLocation("home", 60)]

@@ -128,7 +128,7 @@ async def test_no_more_is_asked_than_may_follow_and_than_the_draft_takes() -> No
         rounds = rig.rounds(gamma=6)
         assert [(await rounds.run(remaining)).num_draft_tokens for remaining in (100, 5, 3, 2, 1)] == [4, 4, 2, 1, 0]
         assert [request.gamma for request in rig.drafts[0].asked] == [4, 4, 2, 1]
-        assert rounds.gamma.told[-1].num_asked == 0
+        assert rounds.gamma.told[-1].num_requested == 0
 
 
 async def test_a_draft_is_asked_up_to_the_end_of_its_own_context_and_not_beyond() -> None:
@@ -294,7 +294,7 @@ async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() ->
         outcome = await rounds.run()
         assert 0 < outcome.draft_s < outcome.draft_s + outcome.verify_s <= time.perf_counter() - began
         told = rounds.gamma.told[0]
-        assert (told.num_asked, told.num_draft_tokens, told.num_accepted) == (3, 3, 3)
+        assert (told.num_requested, told.num_draft_tokens, told.num_accepted) == (3, 3, 3)
         assert told.committed_len == told.num_prefilled == told.num_draft_prefilled == len(PROMPT)
         assert (told.draft_s, told.verify_s) == (outcome.draft_s, outcome.verify_s)
         assert told.step_tokens == len(PROMPT) + 3
@@ -304,7 +304,7 @@ async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() ->
         alone = await rounds.run(1)
         assert (alone.target_only_cause, alone.draft_s, len(alone.token_ids)) == ("off", 0.0, 1)
         told = rounds.gamma.told[1]
-        assert (told.num_asked, told.draft_s, told.num_draft_prefilled, told.num_prefilled) == (0, 0.0, 0, 1)
+        assert (told.num_requested, told.draft_s, told.num_draft_prefilled, told.num_prefilled) == (0, 0.0, 0, 1)
         assert 0 < alone.wire_bytes < outcome.wire_bytes
 
 

@@ -18,7 +18,7 @@ def test_where_there_is_no_room_rounds_are_missing_and_nothing_fails(caplog: pyt
     log.flush()
     log.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "rounds are missing from the timeline: No space left on device"
+        "timeline lost rounds: cannot write the file: No space left on device"
     ]
 
 

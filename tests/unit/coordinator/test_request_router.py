@@ -15,9 +15,9 @@ import pytest
 from coordinator.requests import Provenance
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import DraftPoolStats, RoundTimes
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.request_router import WORTH_LEAVING, RequestRouter
 from coordinator.round.routing_table import RoutingTable
-from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import expected_rounds, rounds_of
@@ -161,7 +161,7 @@ async def test_a_pool_is_not_left_for_one_that_is_as_good(
 async def test_of_the_pool_that_drafts_the_tokens_count_that_were_tested(coordinator: Coordinator) -> None:
     request = Request(coordinator, 1e-9, records())
     request.run(SPAN, num_accepted=1)  # and one refused; two were never looked at
-    (figures,) = request.routes.figures("a")
+    (figures,) = request.routes.stats("a")
     assert figures.alpha == pytest.approx(0.5)
 
 

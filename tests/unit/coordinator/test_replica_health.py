@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from coordinator.replicas.replica_health import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_SLACK, ReplicaHealth
+from coordinator.replicas.replica import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_SLACK, ReplicaHealth
 
 
 @dataclass
@@ -29,7 +29,7 @@ def replica_health(clock: Clock) -> ReplicaHealth:
 
 def miss(replica_health: ReplicaHealth, clock: Clock, *, heard_at: float = 0.0) -> bool:
     """One call that misses its deadline."""
-    replica_health.note_asked()
+    replica_health.note_called()
     asked_at = clock.now
     clock.now += 0.1
     return replica_health.note_late(asked_at, heard_at)
@@ -92,7 +92,7 @@ def test_only_one_session_tries_a_replica_again(replica_health: ReplicaHealth, c
     clock.now += FIRST_PAUSE_S
     assert not replica_health.is_out(heard_at=0.0)
     assert replica_health.is_marked
-    replica_health.note_asked()
+    replica_health.note_called()
     assert replica_health.is_out(heard_at=0.0)
     assert not replica_health.is_out(heard_at=clock.now)
     assert not replica_health.is_marked
