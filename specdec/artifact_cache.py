@@ -1,22 +1,20 @@
-"""Files of machine code that outlive a process: who may have written them, whether they are whole, how many are kept.
+"""Files of machine code that outlive a process: who may have written them, and whether they are whole.
 
 Whoever writes such a file runs code as whoever loads it, so only one is used that nobody but root and this user can
 have written, in a folder where nobody else can put another in its place. Each ends with a digest of itself, because
 damaged machine code would be run too. Not here: what is in a file and what it is called. Called by
-`specdec.engine.kernels.library`, `specdec.engine.kernels.prebuilt` and `specdec.engine.compiled.graph_package`; their
-folder is `specdec.checkpoints.gguf`'s too.
+`specdec.engine.kernels.library` and `specdec.engine.kernels.prebuilt`; their folder is `specdec.checkpoints.gguf`'s
+too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,27 +77,6 @@ def make_folder(directory: Path) -> None:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
     if not _is_guarded(directory):
         raise PermissionError(errno.EPERM, "others could put their files in the place of ours", str(directory))
-
-
-def note_use(path: Path) -> None:
-    """Makes a file the last that `prune` takes; another user's stays as it is."""
-    with contextlib.suppress(OSError):
-        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-
-
-def prune(directory: Path, pattern: str, *, max_bytes: int) -> None:
-    """Removes matching files, those unused for longest first, until the others take `max_bytes` at most."""
-    found = []
-    for path in directory.glob(pattern):
-        with contextlib.suppress(OSError):  # another process has removed it
-            status = path.stat()
-            found.append((status.st_atime_ns, status.st_size, path))
-    kept_bytes = 0
-    for _, num_bytes, path in sorted(found, reverse=True):
-        kept_bytes += num_bytes
-        if kept_bytes > max_bytes:
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def _is_guarded(directory: Path) -> bool:

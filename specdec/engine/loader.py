@@ -2,8 +2,8 @@
 
 Loads the model with our attention in place of transformers', learns from a probe step what each layer caches and how
 it attends (no table of architectures), sizes the KV pool, and compares the worker with the model's own forward pass.
-Not here: what a step computes (`specdec.engine.model`, `compiled`, `captured`, `native`). Called by the services' entry
-points and by tests.
+Not here: what a step computes (`specdec.engine.model`, `torch_compile`, `captured`, `native`). Called by the services'
+entry points and by tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape, Worker
-from specdec.engine.compiled.steps import forward_pass
 from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
+from specdec.engine.cuda_settings import settle_cuda
 from specdec.engine.kernels.library import load_library
 from specdec.engine.linear.choice import projection_kinds
 from specdec.engine.linear.int8 import hold_in_int8
@@ -47,26 +46,19 @@ from specdec.engine.model.checkpoint_model import (
     quietly,
     require_all_weights,
 )
-from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
+from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.int8_projection import Int8Projection
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward, tapped_layers
-from specdec.engine.model.options import (
-    AUTO,
-    CAPTURED,
-    EAGER,
-    NATIVE,
-    CompileOptions,
-    GraphSource,
-    require_backend,
-)
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.runner import NativeRunner
+from specdec.engine.options import AUTO, CAPTURED, EAGER, NATIVE, CompileOptions, require_backend
+from specdec.engine.torch_compile import compile_steps
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import BLOCK_TOKENS
@@ -121,7 +113,7 @@ def load_worker(
     directory = locate_checkpoint(model)
     torch_device = pick_device(device)
     uses_cuda_graphs, is_int8 = wants_capture(compiling, torch_device), dtype == "int8"
-    if local_drafts and compiling.backend not in (AUTO, NATIVE, CAPTURED, EAGER):
+    if local_drafts and compiling.uses_torch_compile:
         raise Unsupported("local drafts run in native, captured and eager steps: take --compile-backend auto",
                           field="local_draft")  # fmt: skip
     if compiling.is_deterministic:  # what can be told before the model is there
@@ -202,14 +194,15 @@ def _make_worker(
 ) -> Worker:
     """Takes the model apart. `is_compact`: see `NativeRunner`."""
     is_int8, dtype, device = shape.dtype == "int8", model.dtype, model.device
-    make_forward = partial(_forward_pass, model, is_int8, compiling)
     if library is not None:
         runner = NativeRunner(library, model, cache, kinds, shape, drafting.exits, drafting.paged_heads(cache),
                               is_int8=is_int8, is_compact=is_compact)  # fmt: skip
         _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
         return runner
-    source = GraphSource(model, kinds, cache, shape.model_fingerprint, shape.dtype)
-    forward = make_forward(taps=True) if drafting.names else forward_pass(compiling, source, make_forward)
+    source = GraphSource(model, kinds, cache)
+    forward = _forward_pass(model, is_int8, compiling, taps=bool(drafting.names))
+    if compiling.uses_torch_compile:
+        forward = compile_steps(compiling, source, forward)
     heads, recorded = drafting.paged_heads(cache), {}
     if cache.num_blocks > shape.num_kv_blocks:  # it has the scratch block of captured steps
         recorded = capture_steps(compiling, source, forward, shape, taps=tapped_layers(heads), exits=drafting.exits)

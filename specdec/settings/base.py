@@ -183,9 +183,9 @@ class ReplicaSettings(ServiceSettings):
 
     compile_backend: str = "auto"
     """How steps run: native (kernels of our own for Llama-shaped models on a CPU, compiled at the first start),
-    captured (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, inductor (steps of
-    one session, compiled at the first start), any other backend of torch.compile that is installed, or auto: native on
-    a CPU and captured on a GPU where it can, else eager."""
+    captured (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, any backend of
+    torch.compile that is installed, such as inductor (steps of one session, compiled at every start), or auto: native
+    on a CPU and captured on a GPU where it can, else eager."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """So many processes hold the model together, each its part of every layer, and run every step together: each on a

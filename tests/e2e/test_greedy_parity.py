@@ -19,8 +19,8 @@ import pytest
 from specdec.client import Completion
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.runner import NativeRunner
+from specdec.engine.options import CompileOptions
 from specdec.types import TokenSource
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
@@ -154,7 +154,7 @@ async def test_greedy_output_is_hugging_faces_whatever_computes_the_steps(
     case: str, backend: str, tmp_path: Path
 ) -> None:
     """Those that the native kernels compute elsewhere."""
-    compiling = CompileOptions(backend, row_counts=(1, 5), is_tuned=False)
+    compiling = CompileOptions(backend, row_counts=(1, 5))
     await check_parity(case, tmp_path, LONG if backend == "eager" else QUICK, compiling=compiling)
 
 

@@ -22,13 +22,14 @@ from specdec.engine.linear.projection import (
 )
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.model.int8_projection import Int8Projection
-from specdec.engine.model.options import ROWS, CompileOptions
+from specdec.engine.options import ROWS, CompileOptions
 
 
 def projection_kinds(model: PreTrainedModel, is_int8: bool, compiling: CompileOptions) -> ProjectionKinds:
     """The products of a loaded model; where weights are held in int8 already, those of the layers go for none."""
     by_rows = compiling.multiplies_rows(model.device, is_int8=is_int8)
-    plain = partial(Projection, both_layouts=keeps_both_layouts(model))
+    # `torch.compile` lays weights out as its kernels read them, and cannot trace oneDNN's layout.
+    plain = partial(Projection, both_layouts=keeps_both_layouts(model), is_blocked=not compiling.uses_torch_compile)
     # The logits stay exact: in bfloat16 they would tie, and their weight is one of many.
     head: ProjectionMaker = LogitsProjection if LogitsProjection.fits(model.get_output_embeddings().weight) else plain
     if not by_rows:

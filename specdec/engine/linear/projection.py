@@ -29,19 +29,22 @@ _BOTH_LAYOUTS_BYTES = 1 << 30
 class Projection(nn.Module):
     """x [..., in] -> x W^T + b [..., out]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, both_layouts: bool = True) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, both_layouts: bool = True, is_blocked: bool = True
+    ) -> None:
         """Takes a weight over.
 
         Args:
             weight: [out, in].
             bias: [out].
             both_layouts: keep a layout for few rows beside the one for many.
+            is_blocked: use oneDNN's layout where it is the faster one. False: keep the checkpoint's.
         """
         super().__init__()
         weight = weight.detach()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
-        self.blocked = _blocked(weight)
+        self.blocked = _blocked(weight) if is_blocked else None
         self.weight_t: torch.Tensor | None = None  # [in, out]
         if self.blocked is None:
             self.weight_t = weight.t()

@@ -1,7 +1,7 @@
 """What a model that `LlamaStack.fits` is made of, for those who read its weights; PyTorch's own types do not say.
 
-Not here: any check that a model is of this shape (`LlamaStack.fits`). Called by `engine.model.llama_stack`,
-`engine.compiled.step_graph` and `engine.native.runner`.
+Not here: any check that a model is of this shape (`LlamaStack.fits`). Called by `engine.model.llama_stack`
+and `engine.native.runner`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.functional import embedding, rms_norm
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from specdec.engine.cuda_settings import release_freed
 from specdec.engine.linear.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
-from specdec.engine.model.cuda_settings import release_freed
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
 
@@ -190,7 +190,10 @@ class StackLayer:
         qk = qkv[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
         normed = qk if self.qk_norm is None else self.qk_norm(qk)
         # In place: rotated keys and plain values then lie side by side, as the cache stores them.
-        torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin, out=qk)
+        if torch.compiler.is_compiling():  # `torch.compile` refuses an `out` that is not contiguous
+            qk.copy_(torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin))
+        else:
+            torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin, out=qk)
         attended = context.attend_rows(self._index, qk[:, :heads], qkv[:, heads * dim :], self.scaling, None)
         hidden = self.output.add_to(hidden, attended.reshape(tokens, -1))
         gate_up = self.gate_up.forward(self.mlp_norm(hidden))

@@ -1,6 +1,6 @@
 """What a start that takes its time shows: a progress bar in a terminal, a log line for each part elsewhere.
 
-Called by `engine.compiled.steps` and `engine.cuda_graphs.steps`.
+Called by `engine.torch_compile` and `engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations

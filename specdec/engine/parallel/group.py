@@ -84,7 +84,7 @@ class RankGroup:
             torch.cuda.set_device(device)
             for name, value in _NCCL_SETTINGS.items():
                 os.environ.setdefault(name, value)
-        self.shake_hands("here")
+        self.barrier("here")
         dist.init_process_group(
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
             store=store,
@@ -169,7 +169,7 @@ class RankGroup:
         """Whether every rank says so."""
         return bool(self.smallest(int(yes)))
 
-    def shake_hands(self, place: str) -> None:
+    def barrier(self, place: str) -> None:
         """Waits until every rank has come to the same place, longer than a step may take."""
         self._store.set(f"{place}/{self.rank}", "here")
         self._store.wait([f"{place}/{rank}" for rank in range(self.num_ranks)], timedelta(seconds=_LOAD_TIMEOUT_S))

@@ -21,6 +21,7 @@ from specdec.checkpoints.rank_checks import FLAG, require_supported
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
+from specdec.engine.cuda_settings import settle_cuda
 from specdec.engine.linear.row_products import require_kernel
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch_invariance import FIELD, require_batch_invariance, require_keepable
@@ -32,14 +33,14 @@ from specdec.engine.model.checkpoint_model import (
     pick_dtype,
     pool_blocks,
 )
-from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
+from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
-from specdec.engine.model.options import CAPTURED, CompileOptions, GraphSource
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
+from specdec.engine.options import CAPTURED, CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.leader import LeaderWorker
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
@@ -139,7 +140,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, rank_heartbeat: RankHeartbeat
     else:
         shards = TransformersShards(wanted.model, directory, config, dtype, ranks)
     context = min(model_context(config), wanted.max_context_tokens or sys.maxsize)
-    ranks.shake_hands("loaded")
+    ranks.barrier("loaded")
     with refusing_failures(config):
         layers = probe_layers(shards.model)
         shapes, kinds = [layer.shape for layer in layers], [layer.kind for layer in layers]
@@ -164,12 +165,12 @@ def load_rank(wanted: RankModel, ranks: RankGroup, rank_heartbeat: RankHeartbeat
         shards.model.set_attn_implementation(ATTENTION_NAME)
         # The last block is the captured steps' own: what they store of padding.
         cache = KvCache(shapes, num_blocks=num_blocks + uses_cuda_graphs, dtype=shards.model.dtype, device=ranks.device)
-        source = GraphSource(shards.model, kinds, cache, shape.model_fingerprint, shape.dtype)
+        source = GraphSource(shards.model, kinds, cache)
         forward = shards.forward_pass(compiling, is_int8=is_int8)
         recorded = capture_steps(compiling, source, forward, shape, ranks.all_agree) if uses_cuda_graphs else {}
         own = ModelRunner(forward, cache, kinds, shape, dtype=shards.model.dtype, device=ranks.device,
                           recorded=recorded)  # fmt: skip
-    ranks.shake_hands("ready")
+    ranks.barrier("ready")
     if not ranks.is_first:
         return own
     lead = LeaderWorker(own, ranks, rank_heartbeat)

@@ -1,12 +1,9 @@
-"""Compiled steps against eager ones, what is kept on disk, and backends that are not there."""
+"""Steps compiled by `torch.compile` against eager ones, and backends that are not there."""
 
 from __future__ import annotations
 
-import logging
-import os
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.compiled.graph_package import MAX_KEPT_BYTES, PackageKey, PackageStore
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, row_counts
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
@@ -25,7 +21,7 @@ VOCABULARY_SIZE = 96
 NUM_BLOCKS = 24
 #: Side by side, and scattered.
 TABLES = (tuple(range(3, 11)), (19, 2, 14, 0, 22, 13, 1, 18))
-#: Graphs of other row counts than services have, so that few are compiled here: a step of 1 or 2 is padded to 3.
+#: Steps of at most six rows are compiled.
 ROWS = (1, 3, 6)
 #: A padded row of the embedding, so no token of the vocabulary; its keys and values are NaN in every layer.
 NAN_TOKEN_ID = VOCABULARY_SIZE + 1
@@ -40,7 +36,7 @@ MIXED_LAYERS = {
 
 
 def load(model: Path, backend: str, *, dtype: str = "float32", **options: object) -> Worker:
-    compiling = CompileOptions(backend, **({"row_counts": ROWS, "is_tuned": False} | options))
+    compiling = CompileOptions(backend, **({"row_counts": ROWS} | options))
     return load_worker(str(model), device="cpu", dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling)
 
 
@@ -66,13 +62,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def compiled_graphs(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of each graph that was compiled."""
-    return [record.progress for record in caplog.records if hasattr(record, "progress")]
-
-
 class Pair:
-    """An eager and a compiled worker that are given the same steps."""
+    """An eager and a compiled worker that run the same steps."""
 
     def __init__(self, model: Path, backend: str, *, atol: float = 1e-4, **options: object) -> None:
         self.eager = load(model, "eager", **options)
@@ -80,7 +71,7 @@ class Pair:
         self._atol = atol
 
     def run(self, *slices: SequenceSlice) -> torch.Tensor:
-        """One step of both; the logits must be equal but for rounding."""
+        """Run one step on both and require logits that are equal up to rounding."""
         expected, actual = (worker.execute(StepPlan(slices)) for worker in (self.eager, self.compiled))
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, rtol=0, atol=self._atol, equal_nan=True)
@@ -97,7 +88,7 @@ def random_tokens(seed: int, length: int) -> list[int]:
 
 
 def check_steps_of_one_sequence(pair: Pair) -> None:
-    """Decoding from the first token on, every width a graph takes and one beyond, block by block, with rollbacks."""
+    """Decode from the first token on, with every compiled width and one beyond, block by block, with rollbacks."""
     for table in TABLES:
         first, second = random_tokens(1, 128), random_tokens(2, 128)
         pair.run(piece(first, 0, 1, table, 1))  # the lone first token reads its own block alone
@@ -109,7 +100,7 @@ def check_steps_of_one_sequence(pair: Pair) -> None:
         tokens = first[: done - 5] + second[done - 5 :]
         for start, end, num_rows in ((done - 5, done - 2, 3), (done - 2, done - 1, 1), (done - 1, done + 5, 0)):
             pair.run(piece(tokens, start, end, table, num_rows))
-        pair.run(piece(tokens, done + 5, 120, table, 2))  # a chunk longer than any graph
+        pair.run(piece(tokens, done + 5, 120, table, 2))  # a chunk with more rows than any compiled step
         pair.run(piece(tokens, 120, 122, table, 1))
 
 
@@ -158,49 +149,10 @@ def test_int8_weights_are_the_same_when_compiled(llama: Path) -> None:
 
 
 @pytest.mark.full
-def test_inductor_packages_equal_eager_steps_and_the_next_start_compiles_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, logger="specdec")
-    model, kept, temporary = build("mistral", tmp_path / "model"), tmp_path / "kept", tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    key = PackageKey(load(model, "eager").shape.model_fingerprint, "float32", is_tuned=False)
-    package = kept / f"{key.digest(3)}.pt2"
-    kept.mkdir()
-    package.write_bytes(b"damaged")
-    forgotten = kept / "forgotten.pt2"
-    forgotten.touch()
-    os.truncate(forgotten, MAX_KEPT_BYTES)  # a hole: it takes no room
-    os.utime(forgotten, (0, 0))
-
-    check_steps_of_one_sequence(Pair(model, "inductor", row_counts=(3,), directory=kept))
-    assert compiled_graphs(caplog) == ["1/1"]
-    written = package.stat().st_mtime_ns
-    check_steps_of_one_sequence(Pair(model, "inductor", row_counts=(3,), directory=kept))
-    assert compiled_graphs(caplog) == ["1/1"]
-    assert package.stat().st_mtime_ns == written
-
-    assert not forgotten.exists()  # with the new package there was too much
-
-    package.chmod(0o666)
-    assert PackageStore(kept).load(key, 3) is None  # anyone may have written it
-    package.chmod(0o644)
-    assert PackageStore(kept).load(key, 3) is not None
-    content = bytearray(package.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    package.write_bytes(content)
-    assert PackageStore(kept).load(key, 3) is None
-    assert list(kept.iterdir()) == [package]
-    assert not list(temporary.iterdir())
-
-
-@pytest.mark.parametrize("change", ["model_fingerprint", "dtype", "is_tuned"])
-def test_a_package_of_something_else_has_another_name(change: str) -> None:
-    key = PackageKey("f", "float32", is_tuned=True)
-    other = replace(key, **{change: "int8" if change != "is_tuned" else False})
-    assert key.digest(1) == replace(key).digest(1)
-    assert len({key.digest(1), key.digest(2), other.digest(1)}) == 3
+def test_inductor_steps_equal_eager_ones(tmp_path: Path) -> None:
+    pair = Pair(build("qwen3", tmp_path, config_overrides=MIXED_LAYERS), "inductor")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        check_steps_of_one_sequence(pair)
 
 
 def test_graphs_have_the_row_counts_that_a_service_meets() -> None:
@@ -227,13 +179,7 @@ def test_a_backend_that_cannot_compile_says_so_in_one_line(llama: Path, capfd: p
     assert capfd.readouterr().err == ""
 
 
-def test_a_directory_that_cannot_be_written_is_named(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InvalidRequest, match="file/compiled: Not a directory; set XDG_CACHE_HOME"):
-        load(llama, "inductor", directory=tmp_path / "file" / "compiled")
-
-
-def test_a_model_without_a_graph_stays_eager_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_another_shape_stays_eager_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     worker = load(build_tiny_model("gpt2", tmp_path, num_layers=1), "aot_eager")
     assert [record.levelname for record in caplog.records if record.name.startswith("specdec")] == ["WARNING"]
     assert "type gpt2" in caplog.text

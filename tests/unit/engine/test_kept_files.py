@@ -70,24 +70,6 @@ def test_keeping_again_replaces_what_is_there(kept: Path, tmp_path: Path) -> Non
     assert artifact_cache.is_usable(kept)
 
 
-def test_pruning_takes_what_was_unused_for_longest_and_nothing_else(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{index}.pt2" for index in range(5)]
-    for index, path in enumerate(paths):
-        path.write_bytes(bytes(100))
-        os.utime(path, (index, index))
-    other = tmp_path / "other.so"
-    other.write_bytes(bytes(1000))
-    os.utime(other, (0, 0))
-    artifact_cache.note_use(paths[0])
-
-    artifact_cache.prune(tmp_path, "*.pt2", max_bytes=500)
-    assert all(path.exists() for path in paths)
-    artifact_cache.prune(tmp_path, "*.pt2", max_bytes=399)
-    assert [path.exists() for path in paths] == [True, False, False, True, True]
-    assert other.exists()
-    artifact_cache.prune(tmp_path / "nowhere", "*.pt2", max_bytes=0)
-
-
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_file_in_a_folder_that_others_may_write_is_neither_usable_nor_kept(
     kept: Path, tmp_path: Path, below: str

@@ -1,20 +1,17 @@
 """How a model's steps are to be carried out (`--compile-backend`), and what every way of doing it needs of the model.
 
-Not here: any of the ways (`engine.compiled`, `engine.cuda_graphs`, `engine.native`), nor which one a model gets
-(`engine.loader`). Called by all of those and by the services' entry points.
+Not here: any of the ways (`engine.torch_compile`, `engine.cuda_graphs`, `engine.native`), nor which one a model
+gets (`engine.loader`). Called by all of those and by the services' entry points.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
-from specdec.engine.model.batch import AttentionKind
-from specdec.engine.model.kv_cache import KvCache
 from specdec.errors import InvalidRequest
 
 #: PyTorch's operations one by one.
@@ -62,8 +59,6 @@ class CompileOptions:
     """Rows of each graph."""
     directory: Path | None = None
     """Where what was compiled is kept between runs; None: nowhere."""
-    is_tuned: bool = True
-    """Whether `inductor` measures several kernels for each product: slower to compile, faster to run."""
     capture: Capture | None = None
     """What records captured steps; None: CUDA graphs, where there is a CUDA device."""
     attention: str | None = None
@@ -75,23 +70,16 @@ class CompileOptions:
     is_deterministic: bool = False
     """Whether a row must have the same bits whatever else a step holds; see `engine.model.batch_invariance`."""
 
+    @property
+    def uses_torch_compile(self) -> bool:
+        """True where `backend` is the name of a backend of `torch.compile`."""
+        return self.backend not in _BUILT_IN
+
     def multiplies_rows(self, device: torch.device, *, is_int8: bool) -> bool:
         """Whether products are `ROWS` on a device."""
         is_cuda = device.type == "cuda"
         may_record = is_cuda or self.capture is not None
         return self.products == ROWS or (is_cuda and is_int8) or (may_record and self.is_deterministic)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSource:
-    """What the graphs are made of."""
-
-    model: PreTrainedModel
-    layer_kinds: Sequence[AttentionKind]
-    cache: KvCache
-    model_fingerprint: str
-    dtype: str
-    """As the worker's shape says it: `int8` included."""
 
 
 def require_backend(name: str) -> None:
