@@ -78,6 +78,10 @@ class CoordinatorSettings(ServiceSettings):
     """The longest that a round waits for its draft before it goes on without; mostly it waits far less, some times what
     the pool's drafts have been taking. "none": until the draft answers or dies."""
 
+    target_wait_s: float = Field(default=60.0, ge=0.0, le=DAY_S)
+    """Seconds that a request waits for a lost target replica to come back, before its first token or in the middle of
+    its stream. Then it fails with UNAVAILABLE, and its session can be resumed. 0: it fails at once."""
+
     lease_ttl_s: float = Field(default=3.0, ge=0.1, le=DAY_S)
     """How long a session stays locked after its coordinator has died, or after the store was last reached."""
 

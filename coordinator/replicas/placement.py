@@ -9,12 +9,14 @@ holds the replicas.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DraftReplica, LinkT, Replica, TargetReplica
+from coordinator.replicas.target_wait import wait_for_target
 from specdec.core.forward_time import RunningMean
 from specdec.errors import Unavailable
 from specdec.state.store import KvLocation
@@ -135,6 +137,14 @@ class SessionReplicas:
     def has_target(self, excluded: Collection[TargetReplica]) -> bool:
         """Return whether `choose_target` would find a replica."""
         return any(replica.takes_sessions and self._fits(replica, excluded) for replica in self._pools.targets())
+
+    def may_wait(self, lost_at_s: float) -> bool:
+        """Return whether the session has no target replica, and may still wait for the one it lost at `lost_at_s`."""
+        return time.monotonic() - lost_at_s < self._pools.target_wait_s and not self.has_target(())
+
+    async def wait_for_target(self, lost_at_s: float) -> None:
+        """Wait for a target replica. Raises Unavailable, as `target_wait.wait_for_target` does."""
+        await wait_for_target(self._pools, lambda: self.has_target(()), self.target_fingerprint, lost_at_s)
 
     def _fits(self, replica: TargetReplica, excluded: Collection[TargetReplica]) -> bool:
         return (

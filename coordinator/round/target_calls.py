@@ -7,6 +7,7 @@ for one (`replicas/target_wait`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable
@@ -23,6 +24,10 @@ from specdec.core.packed import pack_supports
 from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
 from specdec.rpc.calls import WireStats
 from specdec.types import SessionPosition, Verification, VerifyRequest
+
+#: Pause after a target came back and failed again; it doubles each time.
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ class TargetCalls:
         self._last_replica: TargetReplica | None = None
 
     async def verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
-        """Call the session's target replica, then others while there are any.
+        """Call the session's target replica, then others; wait for one where none can be reached.
 
         Args:
             round_id: id of the round.
@@ -58,6 +63,24 @@ class TargetCalls:
 
         Raises: as `RoundRunner.run`.
         """
+        try:
+            return await self._verify(round_id, draft, wire)
+        except Unavailable:
+            lost_at_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+            if not self._replicas.may_wait(lost_at_s):
+                raise
+        while True:
+            await self._replicas.wait_for_target(lost_at_s)
+            try:
+                return await self._verify(round_id, draft, wire)
+            except Unavailable:
+                if not self._replicas.may_wait(lost_at_s):
+                    raise
+            # The replica describes itself and fails its calls: each further attempt comes later.
+            await asyncio.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, MAX_PAUSE_S)
+
+    async def _verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
         began = time.perf_counter()
         failed: list[TargetReplica] = []
         while True:
