@@ -19,7 +19,7 @@ class ReplicaEndpoints:
     """Reads the registry, and remembers which process it last held at each address."""
 
     def __init__(self, static: Collection[Endpoint], registry: ReplicaRegistry | None) -> None:
-        """With static endpoints the registry is not read."""
+        """Static endpoints turn the registry off."""
         self.static = frozenset(static)
         self._registry = None if static else registry
         self._incarnations: dict[Endpoint, str] = {}

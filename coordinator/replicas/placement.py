@@ -1,4 +1,4 @@
-"""Which replicas serve a session, and how many of the session's tokens each of them holds.
+"""Placement: the replicas that serve a session, and how many of the session's tokens each of them holds.
 
 Placement is sticky: a session stays where its KV is while that replica lives, also where another coordinator left it.
 Otherwise the less loaded of two replicas takes it, or one that holds the session's first tokens already (`PrefixRule`).
@@ -234,7 +234,7 @@ class SessionReplicas:
 
     @property
     def locations(self) -> list[KvLocation]:
-        """Where the session's KV is now."""
+        """Replicas that hold the session's KV now."""
         return [KvLocation(incarnation, count) for incarnation, count in self.num_held.items()]
 
 

@@ -74,7 +74,7 @@ class ReplicaPools:
         self._poll_interval_s = poll_interval_s
         self._on_readiness = on_readiness
         self._replicas: dict[Endpoint, Replica[Any]] = {}
-        """By role and address, in that order."""
+        """Replicas by role and address, sorted."""
         self._checks: dict[Endpoint, asyncio.Task[None]] = {}
         """Checks under way."""
         self._was_ready = False
@@ -99,7 +99,7 @@ class ReplicaPools:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a target replica can serve now."""
+        """True while a target replica lives."""
         return any(replica.is_alive for replica in self.targets())
 
     @property
@@ -153,7 +153,7 @@ class ReplicaPools:
         return min([self.target_info.max_gamma, *(r.info.max_gamma for r in self.all_replicas() if r.info)])
 
     def route_draft(self, pool: str, *, is_settled: bool = True) -> str:
-        """Return the draft pool of a request that names `pool` ("": any); "" where there is no draft pool at all.
+        """Return the draft pool of a request that names `pool` ("": any); "" where no draft pool is known.
 
         Args:
             pool: pool that the request names.
@@ -185,7 +185,7 @@ class ReplicaPools:
         return self._names.in_order({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
 
     def open_model_pools(self) -> list[str]:
-        """Return those pools without shadows, which requests get by name only; with them where there is no other."""
+        """Return those pools without shadows, which requests get by name only; with them where all are shadows."""
         live = [replica for replica in self._known(DRAFT) if replica.is_in_use]
         pools = {replica.pool for replica in live if not is_shadow(replica)}
         return self._names.in_order(pools) or self.live_model_pools()

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaHealth:
-    """Whether one replica meets its deadlines. A missed one takes it out of use until it is heard of again.
+    """The record of one replica's deadlines. A missed one takes it out of use until it is heard of again.
 
     A replica that answers other calls meanwhile is busy rather than hung, and stays in use. All times are those of one
     monotonic clock, the event loop's. `round/draft_calls` reports calls and deadlines.
@@ -72,7 +72,7 @@ class ReplicaHealth:
 
     @property
     def is_marked(self) -> bool:
-        """Whether the replica missed a deadline and has not been heard of since. A call to it is then a trial."""
+        """True where the replica missed a deadline and has not been heard of since. A call to it is then a trial."""
         return self._marked_at is not None
 
     def note_called(self) -> None:
@@ -119,7 +119,7 @@ class Replica(Generic[LinkT]):
         """Time at which the replica was last taken out of use, by `time.monotonic`."""
         self.health = ReplicaHealth()
         self._has_stalled = False
-        """Whether the replica last failed by exceeding its own step limit although it described itself."""
+        """True where the replica last failed by exceeding its own step limit although it described itself."""
         self._new_sessions = 0
         self._last_warning = ""
         """Last message logged about the replica since it last fitted."""
@@ -148,7 +148,7 @@ class Replica(Generic[LinkT]):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the replica lives and meets its deadlines."""
+        """True while the replica lives and meets its deadlines."""
         return self.is_alive and not self.health.is_out(self.link.heard_at)
 
     @property
@@ -213,7 +213,7 @@ class Replica(Generic[LinkT]):
 
         Raises:
             VocabularyMismatch: its vocabulary is not the tokenizer's.
-            Unsupported: it is no service of this role, or its description is invalid.
+            Unsupported: it is not a service of this role, or its description is invalid.
             SpecdecError, TimeoutError: it did not answer.
         """
         try:

@@ -44,7 +44,7 @@ class Draft(NamedTuple):
     """Draft replica that answered; None after a failure and for drafts that no replica made."""
     wait_s: float = 0.0
     missing_cause: str = ""
-    """Why there is no draft token, as in `RoundOutcome.target_only_cause`."""
+    """Reason for a missing draft, as in `RoundOutcome.target_only_cause`."""
     num_requested: int = 0
     """Number of draft tokens requested. 0 where no replica answered: one hung replica says nothing about its pool."""
     pool: str = ""

@@ -135,7 +135,7 @@ class RoutedDraftSource:
         self._missing_cause = ""
         """Cause of the last round's missing draft."""
         self._was_in_target = False
-        """Whether the target itself was to make the last draft. A target that lacks the pool will never serve it."""
+        """True where the target itself was to make the last draft. A target that lacks the pool will never serve it."""
 
     @property
     def chooser(self) -> GammaChooser:

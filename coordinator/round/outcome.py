@@ -33,7 +33,7 @@ class RoundOutcome(NamedTuple):
     """Number of committed tokens whose KV the target already held."""
     draft_pool: str
     target_only_cause: str
-    """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
+    """Reason for a missing draft: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
     target that was to draft by itself), or an error's reason; "" where there was a draft token."""
     supports: Sequence[Support]
     """Supports of the draft tokens; empty in greedy and coupled rounds."""

@@ -26,11 +26,11 @@ class RoundSetting:
     """Longest time that a round waits for its draft; None: until the draft answers or dies."""
     tenant: str = DEFAULT_TENANT
     is_timed: bool = False
-    """Whether each round records a timeline."""
+    """True where each round records a timeline."""
 
     draw_rule: DrawRule = field(init=False)
     answers_choices: bool = field(init=False)
-    """Whether the target answers with token choices instead of distributions."""
+    """True where the target answers with token choices instead of distributions."""
 
     def __post_init__(self) -> None:
         draw_rule = DrawRule.COUPLED if self.mode in (Mode.COUPLED, Mode.OFF) else DrawRule.DISTRIBUTION

@@ -40,8 +40,8 @@ class TargetAnswer(NamedTuple):
     wait_s: float
     """Seconds from the first call to the answer, failed calls included, a wait for a lost target excluded."""
     is_same_replica: bool
-    """Whether this replica also answered this request's previous round. Otherwise its counts of other sessions' rounds
-    since then mean nothing."""
+    """True where this replica also answered this request's previous round. Otherwise its counts of other sessions'
+    rounds since then mean nothing."""
 
 
 class TargetCalls:

@@ -107,7 +107,7 @@ class TimelineLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered lines to the file; lines for which there is no space are lost."""
+        """Write the buffered lines to the file; lines that do not fit on the disk are lost."""
         lines = "".join(self._lines).encode()
         self._lines.clear()
         try:

@@ -150,7 +150,7 @@ def test_a_session_leaves_a_target_whose_process_stands_still_and_nothing_is_dou
         used.add(max(before, key=lambda part: _cpu_s(two_targets, part) - before[part]))
     assert used == {"target", "target2"}
     coordinator_log = two_targets.parts["coordinator"].log
-    assert "stands still" in coordinator_log
+    assert "the replica is stalled" in coordinator_log
     assert "STALE_EPOCH" not in coordinator_log
     assert "the device hangs" not in two_targets.parts[name].log
 

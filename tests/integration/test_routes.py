@@ -196,7 +196,7 @@ async def test_a_promoted_pool_drafts_for_its_share_of_the_sessions_through_ever
         told = (await first.stub.Promote(pb.PromoteRequest(draft_pool="b", share=0.5))).promotion
         assert (told.draft_pool, told.share, told.most, told.status) == ("b", 0.01, 0.5, "running")
         assert second.canary is not None
-        await second.canary.look_at_store()
+        await second.canary.sync_with_store()
         sessions = [f"s{index}" for index in range(400)]
         promoted = [session_id for session_id in sessions if second.canary.pool_of(session_id)]
         assert 0 < len(promoted) < 40

@@ -101,7 +101,8 @@ async def connect(rig: Rig) -> ReplicaPools:
     pools = ReplicaPools(
         "table", open_link, static_endpoints=[(service.role, service.address) for service in rig.services]
     )
-    await pools.poll()
+    while sum(replica.is_alive for replica in pools.all_replicas()) < len(rig.services):
+        await pools.poll()  # again where a starved service was late to describe itself
     return pools
 
 

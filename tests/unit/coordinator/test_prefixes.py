@@ -91,7 +91,7 @@ async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_told_of_
         for _ in range(3):
             assert await held(prefixes, 100, hashes.at) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "the directory of prefixes cannot be used: no answer in time"
+        "prefix directory unavailable: no answer within 0.1 s"
     ]
     for _ in range(3 * MAX_NOTES):
         prefixes.note(hashes.at, {"a": 100})
