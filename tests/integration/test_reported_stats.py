@@ -1,4 +1,4 @@
-"""What a coordinator tells people of its requests: a line in its log for each, and the figures of draft pools."""
+"""The reports of a coordinator about its requests: a log line for each, and the statistics of draft pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACCOUNT = "coordinator.generation.accounting"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Records of ended requests, as their fields."""
+    """Return the fields of the log records of ended requests."""
     return [vars(record) | {"message": record.getMessage()} for record in caplog.records if record.name == ACCOUNT]
 
 
@@ -23,7 +23,7 @@ async def draft_pool(coordinator: Coordinator) -> pb.PoolInfo:
     return pool
 
 
-async def test_a_finished_request_is_one_line_of_ids_counts_and_times(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_finished_request_logs_one_line_of_ids_counts_and_times(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=ACCOUNT)
     async with started_coordinator() as (_, coordinator):
         output = await coordinator.generate(request(session_id="s", request_id="r", max_new_tokens=6))
@@ -39,7 +39,7 @@ async def test_a_finished_request_is_one_line_of_ids_counts_and_times(caplog: py
     assert 0 < line["ttft_s"] <= line["e2el_s"]
 
 
-async def test_no_text_and_no_token_is_in_a_line_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_line_of_a_request_holds_no_text_and_no_token(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with started_coordinator() as (_, coordinator):
         asked = request(None, session_id="s", max_new_tokens=6, stop=["w499"])
@@ -50,7 +50,7 @@ async def test_no_text_and_no_token_is_in_a_line_of_a_request(caplog: pytest.Log
     assert not [text for text in ("w473", "w499", output.text, str(output.token_ids)) if text in told]
 
 
-async def test_a_request_that_was_left_is_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cancelled_request_logs_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=ACCOUNT)
     async with started_coordinator() as (_, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=300))
@@ -62,7 +62,7 @@ async def test_a_request_that_was_left_is_a_line_too(caplog: pytest.LogCaptureFi
     assert line["num_output_tokens"] >= 1
 
 
-async def test_a_pool_tells_alpha_once_a_token_was_tested_and_gamma_once_it_was_chosen() -> None:
+async def test_a_pool_reports_alpha_after_a_tested_token_and_gamma_after_a_choice() -> None:
     async with started_coordinator(draft_salt=0) as (_, coordinator):
         await coordinator.generate(request(mode=pb.SPECULATION_MODE_OFF, gamma=None))
         pool = await draft_pool(coordinator)
