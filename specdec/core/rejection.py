@@ -33,10 +33,6 @@ class Decision(NamedTuple):
     q: tuple[float, ...]
     """Probability each accepted token was drafted with; 0 for the final token, and where q never travelled."""
 
-    @property
-    def num_emitted(self) -> int:
-        return len(self.token_ids)
-
 
 def entry_of(token_id: int, support: Support) -> int:
     """Index of a draft token in its support.

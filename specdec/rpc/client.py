@@ -45,6 +45,9 @@ ReplyT = TypeVar("ReplyT")
 #: Calls in a row that found no other one pending, until the link takes it that they come one at a time.
 CALLS_ALONE = 8
 
+#: For `info`, `release` and `score`; streamed calls have no deadline of their own.
+_CALL_TIMEOUT_S = 5.0
+
 #: Tag and length of an item in its frame.
 _FRAME_OVERHEAD_BYTES = 16
 
@@ -79,16 +82,14 @@ def _open_ones(streams: dict[str, LinkStream]) -> dict[str, LinkStream]:
 class _Link(Generic[RequestT, ReplyT]):
     """What both links share. Use from one event loop; any number of calls at once."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = 4 << 20, call_timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, *, max_message_bytes: int = 4 << 20) -> None:
         """
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
             max_message_bytes: the replica's limit; a larger item is refused here, sparing the others the break.
-            call_timeout_s: for `info`, `release` and `score`; streamed calls have no deadline of their own.
         """
         self.address = address
         self._max_message_bytes = max_message_bytes
-        self._call_timeout_s = call_timeout_s
         self._channel: grpc.aio.Channel | None = None
         self._streams: dict[str, LinkStream] = {}
         """By the model they are meant for."""
@@ -271,7 +272,7 @@ class _Link(Generic[RequestT, ReplyT]):
         # Without serializers: gRPC logs a traceback of what it cannot read, and answers None.
         call: Any = self._dial().unary_unary(f"{service}/{method}")
         try:
-            answer = await call(request.SerializeToString(), timeout=self._call_timeout_s)
+            answer = await call(request.SerializeToString(), timeout=_CALL_TIMEOUT_S)
             check_num_fields(answer, answer_type)
             return answer_type.FromString(answer)
         except asyncio.CancelledError:

@@ -4,8 +4,9 @@
         start_children(redis.url)
 
 For `specdec up`. It keeps nothing on disk, and ends with this process, however that ends. Where no redis-server of
-MIN_VERSION or later is installed, or it does not start, the store is `embedded`: the same answers, for a millisecond of
-processor time a round. Not here: the folder of the socket (`socket_folder`), what is stored.
+MIN_VERSION or later is installed, or it does not start, the store is `embedded`, an extra of the package: the same
+answers, for a millisecond of processor time a round. Not here: the folder of the
+socket (`socket_folder`), what is stored.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def installed_redis() -> str | None:
 
 @contextmanager
 def throwaway_redis() -> Iterator[OwnRedis | EmbeddedRedis]:
-    """The better of the two that can be had, while the context is open."""
+    """The better of the two that can be had, while the context is open. Raises Unsupported: neither can."""
     with ExitStack() as stack:
         store: OwnRedis | EmbeddedRedis | None = None
         program = installed_redis()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.device_thread_socket_rig import Replica, announce_unix_sockets, linked
 
 from specdec import errors
 from specdec.engine.loop import watchdog
@@ -21,6 +20,7 @@ from specdec.rpc.unix_sockets import handshake, prefixed, socket_path
 from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
+from tests.support.device_thread_socket_rig import Replica, announce_unix_sockets, linked
 from tests.support.noted_frames import noted_frames
 from tests.support.open_files import no_more_files
 
