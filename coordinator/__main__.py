@@ -141,6 +141,7 @@ def _build_pools(
         lookup_pools=settings.lookup,
         first_model_pool=settings.default_draft_pool,
         poll_interval_s=settings.poll_interval_s,
+        target_wait_s=settings.target_wait_s,
         on_readiness=readiness.note_targets,
     )
 

@@ -79,6 +79,10 @@ class CoordinatorSettings(ServiceSettings):
     """Limit on the seconds that a round waits for its draft before it continues without one. The usual wait is far
     shorter: a multiple of what the pool's drafts have taken. "none": wait until the draft answers or dies."""
 
+    target_wait_s: float = Field(default=60.0, ge=0.0, le=DAY_S)
+    """Seconds that a request waits for a lost target replica to come back, before its first token or in the middle of
+    its stream. Then it fails with UNAVAILABLE, and its session can be resumed. 0: it fails at once."""
+
     lease_ttl_s: float = Field(default=3.0, ge=0.1, le=DAY_S)
     """Seconds that a session stays locked after its coordinator has died, or after the store was last reached."""
 

@@ -144,7 +144,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             pools=encode_pools(
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
-                self._draft_sources.figures,
+                self._draft_sources.draft_stats,
                 self._draft_sources.route_stats,
             ),
             promotion=encode_promotion(None if self._canary is None else self._canary.promotion),

@@ -9,7 +9,7 @@ import logging
 import time
 
 from coordinator.requests import GenerationIdentity, RequestStats
-from coordinator.round.runner import RoundOutcome
+from coordinator.round.outcome import RoundOutcome
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.types import FinishReason
 

@@ -24,8 +24,9 @@ from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.generation.turn import Turn
 from coordinator.learning.turn_record import TurnRecord
 from coordinator.requests import Finished, OutputChunk, RequestStats
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.request_router import RequestRouter
-from coordinator.round.runner import RoundOutcome, RoundRunner
+from coordinator.round.runner import RoundRunner
 from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import bind
 from specdec.types import FinishReason

@@ -72,7 +72,7 @@ class GenerationFactory:
             stream.publish(prepared.replayed)
         account = Account(turn.identity, prepared.stats, self._metrics, prepared.began)
         setting = self._round_setting(turn)
-        router = self._draft_sources.route(turn.identity.parameters.speculation, setting, turn.tokens)
+        router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
         return Generation(
             turn,

@@ -18,7 +18,7 @@ from coordinator.generation.accounting import Account
 from coordinator.generation.request_log import encode_stats
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import Turn
-from coordinator.round.runner import RoundOutcome
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.timeline import RoundTimeline, TimelineLog
 from coordinator.text.output import OutputStep
 from specdec.errors import LeaseLost, SessionLost, SpecdecError, Unavailable

@@ -28,13 +28,14 @@ from coordinator.generation.request_log import (
 from coordinator.generation.turn import PreparedTurn, Turn
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
+from coordinator.replicas.target_wait import wait_for_any_target
 from coordinator.requests import GenerationIdentity, GenerationRequest, RequestParameters, RequestStats
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputWriter
 from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, SessionBusy, SessionLost, SpecdecError, Unavailable
+from specdec.errors import NotFound, SessionBusy, SessionLost, SpecdecError
 from specdec.state.store import Lease, SessionRecord, SessionStore
 from specdec.types import SamplingParams, TokenIds
 
@@ -83,7 +84,7 @@ class TurnPreparer:
             Unavailable: no target replica or no store can be reached.
         """
         session_id = request.session_id
-        self._check_serving()
+        await wait_for_any_target(self._pools)
         draft_pool = self._pools.route_draft(request.speculation.draft_pool, is_settled=not self._routes_drafts)
         held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
         check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
@@ -142,7 +143,7 @@ class TurnPreparer:
             NotFound: the session is gone.
             Unavailable: no target replica or no store can be reached.
         """
-        self._check_serving()
+        await wait_for_any_target(self._pools)
         lease = await self._leases.take_over(session_id)
         try:
             logged = await self.read_log(session_id, request_id)
@@ -187,10 +188,6 @@ class TurnPreparer:
                 f"session {session_id} has gone on from request {request_id!r} to another one", field="request_id"
             )
         return logged
-
-    def _check_serving(self) -> None:
-        if not self._pools.is_ready:
-            raise Unavailable("no target replica can be reached")
 
     def _identity(
         self,

@@ -46,7 +46,7 @@ async def follow(canary: Canary, generator: np.random.Generator, *, slower: floa
         if canary.promotion.status is not PromotionStatus.RUNNING:
             return seen
         await ask(canary, generator, 50, slower=slower)
-        await canary.look_at_store()
+        await canary.sync_with_store()
     return seen
 
 
@@ -103,18 +103,18 @@ async def test_coordinators_share_a_promotion_and_one_that_starts_later_goes_on_
 ) -> None:
     first, second = Canary(store.promotions()), Canary(store.promotions())
     await first.promote("new", 0.05)
-    await second.look_at_store()
+    await second.sync_with_store()
     assert second.promotion == Promotion("new", 0.01, 0.05, PromotionStatus.RUNNING)
     sessions = [f"s{index}" for index in range(2000)]
     assert [*map(first.pool_of, sessions)] == [*map(second.pool_of, sessions)]
     await follow(second, np.random.default_rng(2))
     await ask(first, np.random.default_rng(3), 4000, slower=0.4)  # what it decides comes too late: it is there
-    await first.look_at_store()
+    await first.sync_with_store()
     later = Canary(store.promotions())
-    await later.look_at_store()
+    await later.sync_with_store()
     assert first.promotion == later.promotion == Promotion("new", 0.05, 0.05, PromotionStatus.DONE)
     await later.promote("new", 0.0)
-    await first.look_at_store()
+    await first.sync_with_store()
     assert first.promotion is None
 
 
@@ -142,14 +142,14 @@ async def test_a_record_that_is_none_is_refused_by_name_and_can_be_replaced(stor
     ):
         await write(store, record)
         with pytest.raises(Internal, match="promote one anew"):
-            await canary.look_at_store()
+            await canary.sync_with_store()
         assert await canary.promote("new", 1.0) is not None
 
 
 async def test_a_pool_of_the_longest_name_is_promoted(store: RedisSessionStore) -> None:
     name, canary = "\N{EVERGREEN TREE}" * MAX_POOL_NAME_CHARS, Canary(store.promotions())
     await Canary(store.promotions()).promote(name, 1.0)
-    await canary.look_at_store()
+    await canary.sync_with_store()
     assert canary.promotion == Promotion(name, 0.01, 1.0, PromotionStatus.RUNNING)
 
 
@@ -167,7 +167,7 @@ async def test_a_record_that_is_none_is_told_once_and_what_follows_it_is_followe
         await eventually(lambda: canary.promotion is not None)
     await canary.close()
     assert [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()] == [
-        "the store's promotion of a draft pool cannot be read; promote one anew"
+        "promotion not synchronised: the store's promotion of a draft pool cannot be read; promote one anew"
     ]
 
 
@@ -215,7 +215,7 @@ async def test_what_was_decided_while_the_store_stood_still_is_told_once_it_move
     async with asyncio.timeout(30):
         await eventually(lambda: canary.promotion.status is not PromotionStatus.RUNNING)
     later = Canary(store.promotions())
-    await later.look_at_store()
+    await later.sync_with_store()
     assert canary.promotion == later.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.ROLLED_BACK)
     await canary.close()
     await store.close()

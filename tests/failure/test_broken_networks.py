@@ -45,7 +45,7 @@ def stack(machines: Machines, models: tuple[Path, Path], tmp_path_factory: pytes
     redis.start()
     try:
         with Stack(*models, num_targets=2, num_coordinators=2, redis_url=f"redis://{machines.address('redis')}:6379",
-                   machines=machines) as stack:  # fmt: skip
+                   coordinator_arguments=("--target-wait-s", "5"), machines=machines) as stack:  # fmt: skip
             yield stack
     finally:
         redis.stop()

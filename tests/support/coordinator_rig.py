@@ -259,6 +259,7 @@ class Rig:
         lookup: Sequence[str] = (),
         routes: bool = False,
         num_alive: int | None = None,
+        target_wait_s: float = 0.0,
         learning_log: LearningLog | None = None,
         **settings: Any,
     ) -> Coordinator:
@@ -270,6 +271,7 @@ class Rig:
             lookup: pools of drafts that it finds in text.
             routes: it routes requests among draft models.
             num_alive: services that it is to accept; None: all.
+            target_wait_s: how long its requests wait for a lost target.
             learning_log: where it logs what the target says; closed with it.
             settings: of `GenerationSettings`.
         """
@@ -279,6 +281,7 @@ class Rig:
             open_link,
             static_endpoints=[(service.role, service.address) for service in self.services],
             lookup_pools=lookup,
+            target_wait_s=target_wait_s,
         )
         history = TokenHistory(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None

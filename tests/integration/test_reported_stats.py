@@ -1,4 +1,4 @@
-"""The log line of each request, and the statistics that a coordinator reports of its draft pools."""
+"""The reports of a coordinator about its requests: a log line for each, and the statistics of draft pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACCOUNT = "coordinator.generation.accounting"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Return the log records of ended requests as dictionaries."""
+    """Return the fields of the log records of ended requests."""
     return [vars(record) | {"message": record.getMessage()} for record in caplog.records if record.name == ACCOUNT]
 
 
@@ -39,7 +39,7 @@ async def test_a_finished_request_logs_one_line_of_ids_counts_and_times(caplog: 
     assert 0 < line["ttft_s"] <= line["e2el_s"]
 
 
-async def test_log_lines_of_requests_hold_no_text_and_no_tokens(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_line_of_a_request_holds_no_text_and_no_token(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with started_coordinator() as (_, coordinator):
         asked = request(None, session_id="s", max_new_tokens=6, stop=["w499"])
@@ -62,7 +62,7 @@ async def test_a_cancelled_request_logs_one_line_with_its_cause(caplog: pytest.L
     assert line["num_output_tokens"] >= 1
 
 
-async def test_a_pool_reports_alpha_after_a_tested_token_and_gamma_after_a_chosen_one() -> None:
+async def test_a_pool_reports_alpha_after_a_tested_token_and_gamma_after_a_choice() -> None:
     async with started_coordinator(draft_salt=0) as (_, coordinator):
         await coordinator.generate(request(mode=pb.SPECULATION_MODE_OFF, gamma=None))
         pool = await draft_pool(coordinator)
