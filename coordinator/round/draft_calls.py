@@ -130,15 +130,15 @@ class DraftCalls:
         """Sends the request, to be answered within a deadline that fits what is asked."""
         self._asked_at = asyncio.get_running_loop().time()
         replica.replica_health.note_asked()
-        patience = None
+        call_timeout = None
         if self._setting.draft_timeout_s is not None:
             # All that is sent has to be run, unless a prefix of it is there from another session. Nobody waits for that
             # where a hung replica is tried again: its answer brings it back, however late.
             num_unseen = 0 if replica.replica_health.is_marked else len(position.token_ids)
             silence_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.replica_health.slack
-            patience = CallTimeout(silence_s, self._setting.draft_timeout_s)
+            call_timeout = CallTimeout(silence_s, self._setting.draft_timeout_s)
         request = ProposeRequest(position, gamma)
-        return replica.link.propose(request, wire, model=replica.model, patience=patience)
+        return replica.link.propose(request, wire, model=replica.model, call_timeout=call_timeout)
 
     def _note_failure(self, replica: DraftReplica, error: BaseException) -> str:
         """Decides when the draft is asked again; returns the cause in a word."""

@@ -21,6 +21,7 @@ from specdec.rpc.arrays import ReceivedIds, decode_supports, encode_supports, fr
 from specdec.rpc.rounds import decode_round, encode_round, require, require_context
 from specdec.types import (
     MAX_SCORED_TOKENS,
+    WIRE_NAMES,
     EngineInfo,
     LocalDraft,
     ProposeRequest,
@@ -151,15 +152,17 @@ def _decode_local(message: target_pb2.VerifyRequest) -> LocalDraft | None:
 
 
 def encode_engine_info(engine_info: EngineInfo) -> common_pb2.EngineInfo:
-    """Field by field: the names are the same on both sides."""
-    return common_pb2.EngineInfo(**{name: getattr(engine_info, name) for name in _ENGINE_INFO_FIELDS})
+    """Return the message, field by field."""
+    return common_pb2.EngineInfo(
+        **{wire_name: getattr(engine_info, name) for name, wire_name in _ENGINE_INFO_FIELDS.items()}
+    )
 
 
 def decode_engine_info(message: common_pb2.EngineInfo) -> EngineInfo:
-    """The inverse of `encode_engine_info`."""
-    values: dict[str, Any] = {name: getattr(message, name) for name in _ENGINE_INFO_FIELDS}
+    """Return the description that a message holds."""
+    values: dict[str, Any] = {name: getattr(message, wire_name) for name, wire_name in _ENGINE_INFO_FIELDS.items()}
     lists = {name: tuple(values[name]) for name in ("eos_token_ids", "local_drafts", "local_gammas")}
     return EngineInfo(**{**values, **lists})
 
 
-_ENGINE_INFO_FIELDS = tuple(EngineInfo.__dataclass_fields__)
+_ENGINE_INFO_FIELDS = {name: WIRE_NAMES.get(name, name) for name in EngineInfo.__dataclass_fields__}

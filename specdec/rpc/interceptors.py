@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 REQUEST_ID_KEY = "x-request-id"
 
 #: Between two lines in the log about a peer whose messages are none.
-COMPLAINT_INTERVAL_S = 1.0
+LOG_INTERVAL_S = 1.0
 
 _MAX_REQUEST_ID_CHARACTERS = 128
 
@@ -66,7 +66,7 @@ class _Complaints:
     def note(self, peer: str, error: _Malformed) -> None:
         """`peer` as gRPC writes it, with the port."""
         host, now_s = peer.rpartition(":")[0], time.monotonic()
-        if now_s - self._last_s.get(host, float("-inf")) < COMPLAINT_INTERVAL_S:
+        if now_s - self._last_s.get(host, float("-inf")) < LOG_INTERVAL_S:
             return
         if len(self._last_s) >= _MAX_REMEMBERED_PEERS:
             self._last_s.clear()

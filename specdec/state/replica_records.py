@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from specdec.errors import InvalidRequest
 from specdec.settings.addresses import check_dialable
 from specdec.state.store import ReplicaRecord
-from specdec.types import EngineInfo
+from specdec.types import WIRE_NAMES, EngineInfo
 
 MAX_RECORD_BYTES = 32 << 10
 MAX_REPLICA_ID_BYTES = 256
@@ -35,7 +35,8 @@ def encode_record(record: ReplicaRecord) -> str:
         InvalidRequest: readers would leave it out; one sentence says why.
     """
     try:
-        values = {"address": _address(record.address), "engine": asdict(record.engine)}
+        engine = {WIRE_NAMES.get(name, name): value for name, value in asdict(record.engine).items()}
+        values = {"address": _address(record.address), "engine": engine}
         text = json.dumps(values, separators=(",", ":"), allow_nan=False)
         _check_size(len(text.encode()), len(record.engine.replica_id.encode()))
         decode_record(text.encode())
@@ -54,8 +55,11 @@ def decode_record(text: bytes) -> ReplicaRecord:
     try:
         record = json.loads(text)
         address, engine = record["address"], record["engine"]
-        kinds = _engine_fields()
-        values = {name: kinds[name](name, value) for name, value in engine.items() if name in kinds}
+        values = {
+            field: read(wire_name, engine[wire_name])
+            for field, (wire_name, read) in _engine_fields().items()
+            if wire_name in engine
+        }
         return ReplicaRecord(_address(address), EngineInfo(**values))
     except ValueError as error:
         raise ValueError(_plain(str(error))) from error
@@ -85,10 +89,13 @@ def _check_size(num_bytes: int, id_bytes: int) -> None:
 
 
 @cache
-def _engine_fields() -> Mapping[str, Callable[[str, Any], Any]]:
-    """What reads each field of `EngineInfo`, by the type it is declared with."""
+def _engine_fields() -> Mapping[str, tuple[str, Callable[[str, Any], Any]]]:
+    """Return the stored name and the reader of each field of `EngineInfo`; the declared type chooses the reader."""
     hints = get_type_hints(EngineInfo)
-    return {field.name: _READERS[hints[field.name]] for field in fields(EngineInfo)}
+    return {
+        field.name: (WIRE_NAMES.get(field.name, field.name), _READERS[hints[field.name]])
+        for field in fields(EngineInfo)
+    }
 
 
 def _name(field: str, value: Any) -> str:

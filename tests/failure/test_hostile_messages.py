@@ -176,7 +176,7 @@ async def test_an_answer_of_too_many_parts_is_refused_by_the_replicas_name_befor
         with pytest.raises(Unavailable) as refusal:
             await link.info()
         assert refusal.value.message == (
-            f"127.0.0.1:{port}: the replica answered GetEngineInfo with what is no answer: more than 131072 fields"
+            f"127.0.0.1:{port}: the replica sent an invalid answer to GetEngineInfo: more than 131072 fields"
         )
     finally:
         await link.close()

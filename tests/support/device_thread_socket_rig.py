@@ -53,8 +53,8 @@ class Replica:
         self.engine.check_integrity()
 
     @property
-    def device_lane(self) -> str:
-        return self.servicer.info().device_lane
+    def device_thread_socket(self) -> str:
+        return self.servicer.info().device_thread_socket
 
 
 @asynccontextmanager
@@ -70,4 +70,5 @@ async def linked(replica: Replica) -> Any:
 def announce_unix_sockets(replica: Replica, link: DraftLink) -> None:
     """As whoever polls the replica does."""
     info = replica.servicer.info()
-    link.lane, link.device_lane = info.lane, info.device_lane
+    link.transports.unix_socket = info.unix_socket
+    link.transports.device_thread_socket = info.device_thread_socket

@@ -1,4 +1,4 @@
-"""Links and servicers over real gRPC on loopback, and over lanes: many sessions at once, errors, breaks, drains."""
+"""Links and servicers over real gRPC and over Unix sockets: concurrent sessions, errors, breaks and drains."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.support.arithmetic_engines import (
     make_round,
     support_of,
 )
-from tests.support.noted_frames import noted_frames
+from tests.support.recorded_frames import recorded_frames
 from tests.support.silent_service import silent_service
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["grpc", "lane"])
-def _carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[False, True], ids=["grpc", "unix-socket"])
+def _transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftReplica, "has_unix_socket", request.param)
 
 
@@ -67,9 +67,9 @@ class DraftReplica:
         await asyncio.gather(self.server.stop(grace_s), self.servicer.close_unix_sockets(grace_s))
 
     def link(self) -> DraftLink:
-        """One that has asked the replica what it is."""
+        """Return a link that knows the replica's Unix socket."""
         link = DraftLink(self.server.address)
-        link.lane = self.servicer.info().lane
+        link.transports.unix_socket = self.servicer.info().unix_socket
         return link
 
 
@@ -138,20 +138,8 @@ async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) ->
 
 
 async def test_calls_of_one_loop_turn_share_a_frame_and_find_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = noted_frames(monkeypatch)
-
-    class Counting(draft_pb2_grpc.DraftServiceServicer):
-        async def Propose(self, request_iterator: AsyncIterator[draft_pb2.ProposeFrame], context: object) -> None:  # noqa: N802
-            async def counted() -> AsyncIterator[draft_pb2.ProposeFrame]:
-                async for frame in request_iterator:
-                    frames.append(len(frame.requests))
-                    yield frame
-
-            await replica.servicer.Propose(counted(), context)
-
-    replica = DraftReplica()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(Counting(), replica.server.grpc_server)
-    async with replica, draft_link(replica) as link:
+    frames = recorded_frames(monkeypatch)
+    async with DraftReplica() as replica, draft_link(replica) as link:
         requests = [ask(f"session {index}", 1 + index % MAX_GAMMA, num_tokens=1 + index) for index in range(64)]
         replies = await asyncio.gather(*map(link.propose, requests))
         assert frames == [64]

@@ -28,13 +28,13 @@ async def test_a_silent_replica_is_given_up_after_its_silence() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         await link.propose(ask("heard before"))
         with pytest.raises(TimeoutError):
-            await link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, NEVER_S))
+            await link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, NEVER_S))
 
 
 async def test_a_replica_that_answers_others_is_waited_for() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         busy = asyncio.create_task(keep_busy(link))
-        held = asyncio.create_task(link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, NEVER_S)))
+        held = asyncio.create_task(link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, NEVER_S)))
         await asyncio.sleep(3 * SILENCE_S)
         assert not held.done()
         replica.engine.release_held.set()
@@ -45,7 +45,7 @@ async def test_a_replica_that_answers_others_is_waited_for() -> None:
 async def test_a_loop_that_stands_still_itself_takes_nobody_for_silent() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         await link.propose(ask("heard before"))
-        asked = asyncio.create_task(link.propose(ask(), patience=CallTimeout(SILENCE_S, NEVER_S)))
+        asked = asyncio.create_task(link.propose(ask(), call_timeout=CallTimeout(SILENCE_S, NEVER_S)))
         await asyncio.sleep(0)
         time.sleep(3 * SILENCE_S)  # noqa: ASYNC251 - what is tested
         assert len((await asked).draft_token_ids) == 3
@@ -54,7 +54,7 @@ async def test_a_loop_that_stands_still_itself_takes_nobody_for_silent() -> None
 async def test_a_replica_that_falls_silent_later_is_given_up_too() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         busy = asyncio.create_task(keep_busy(link))
-        held = asyncio.create_task(link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, NEVER_S)))
+        held = asyncio.create_task(link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, NEVER_S)))
         await asyncio.sleep(2 * SILENCE_S)
         busy.cancel()
         with pytest.raises(TimeoutError):
@@ -65,6 +65,6 @@ async def test_whoever_is_answered_meanwhile_all_patience_ends() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         busy = asyncio.create_task(keep_busy(link))
         with pytest.raises(TimeoutError):
-            await link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, 2 * SILENCE_S))
+            await link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, 2 * SILENCE_S))
         assert not busy.done()
         busy.cancel()

@@ -21,10 +21,11 @@ from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec, unix_socket_server, unix_sockets
-from specdec.rpc.client import CALLS_ALONE, DraftLink
+from specdec.rpc.client import DraftLink
 from specdec.rpc.frames import MAX_OPEN_ITEMS
 from specdec.rpc.framing import join_items
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.rpc.unix_sockets import FrameReader, handshake, is_name, new_name, prefixed, socket_path
 from specdec.types import ProposeRequest
 from specdec.v1 import draft_pb2
@@ -54,19 +55,19 @@ class Replica:
         await asyncio.gather(self.server.stop(0), self.servicer.close_unix_sockets(0))
 
     @property
-    def num_lanes(self) -> int:
+    def num_connections(self) -> int:
         """Ends that were taken and are open: the kernel lists a name once for each, and for who listens."""
-        return sum(line.endswith(self.lane) for line in Path("/proc/net/unix").read_text().splitlines()) - 1
+        return sum(line.endswith(self.unix_socket) for line in Path("/proc/net/unix").read_text().splitlines()) - 1
 
     @property
-    def lane(self) -> str:
-        return self.servicer.info().lane
+    def unix_socket(self) -> str:
+        return self.servicer.info().unix_socket
 
 
 @asynccontextmanager
-async def linked(replica: Replica, lane: str | None = None) -> Any:
+async def linked(replica: Replica, unix_socket: str | None = None) -> Any:
     link = DraftLink(replica.server.address)
-    link.lane = replica.lane if lane is None else lane
+    link.transports.unix_socket = replica.unix_socket if unix_socket is None else unix_socket
     try:
         yield link
     finally:
@@ -102,7 +103,7 @@ async def test_calls_go_over_the_lane_where_there_is_one() -> None:
 
 
 async def test_a_replica_told_to_have_none_names_none() -> None:
-    assert DraftServicer(ArithmeticDraft(), EngineMetrics("arithmetic", role="draft")).info().lane == ""
+    assert DraftServicer(ArithmeticDraft(), EngineMetrics("arithmetic", role="draft")).info().unix_socket == ""
 
 
 @pytest.mark.parametrize(
@@ -122,10 +123,10 @@ async def test_what_is_no_name_of_a_lane_is_never_connected_to(name: str, monkey
 async def test_a_lane_that_nobody_serves_costs_no_call() -> None:
     """As of a replica on another machine, or in another container."""
     async with Replica() as replica, linked(replica, new_name()) as link:
-        link.device_lane = new_name()
+        link.transports.device_thread_socket = new_name()
         calls = [link.propose(ask(f"s{index}")) for index in range(3)]
         assert [answer.kv_len for answer in await asyncio.gather(*calls)] == [5, 5, 5]
-        for index in range(2 * CALLS_ALONE):
+        for index in range(2 * LONE_CALLS):
             assert (await link.propose(ask(f"t{index}"))).kv_len == 5
 
 
@@ -155,7 +156,7 @@ async def test_a_lane_that_breaks_fails_what_waits_on_it_and_the_next_call_goes_
         await replica.engine.asked["hold 2"].wait()
         await replica.servicer.close_unix_sockets(0)
         for call in pending:
-            with pytest.raises(errors.Unavailable, match="closed the lane"):
+            with pytest.raises(errors.Unavailable, match="closed the Unix socket"):
                 await call
         assert sorted(replica.engine.given_up) == ["hold 0", "hold 1", "hold 2"]
         assert (await link.propose(ask())).kv_len == 5
@@ -165,7 +166,7 @@ async def test_a_link_that_hears_of_a_lane_moves_to_it_once_nothing_is_pending()
     async with Replica() as replica, linked(replica, "") as link:
         held = asyncio.create_task(link.propose(ask("hold")))
         await replica.engine.asked["hold"].wait()
-        link.lane = replica.lane
+        link.transports.unix_socket = replica.unix_socket
         assert (await link.propose(ask())).kv_len == 5
         assert not held.done()  # its stream was left alone
         replica.engine.release_held.set()
@@ -196,12 +197,12 @@ async def test_another_users_process_is_refused_at_both_ends(monkeypatch: pytest
     async with Replica() as replica, linked(replica) as link:
         monkeypatch.setattr(unix_socket_server, "is_of_this_user", lambda connection: False)
         assert (await link.propose(ask())).kv_len == 5  # over gRPC
-        assert replica.num_lanes == 0
+        assert replica.num_connections == 0
     monkeypatch.undo()
     async with Replica() as replica, linked(replica) as link:
-        monkeypatch.setattr("specdec.rpc.unix_socket_stream.is_of_this_user", lambda connection: False)
+        monkeypatch.setattr("specdec.rpc.unix_socket_transport.is_of_this_user", lambda connection: False)
         assert (await link.propose(ask())).kv_len == 5
-        assert replica.num_lanes == 0
+        assert replica.num_connections == 0
 
 
 def test_the_other_end_of_a_socket_is_known_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,24 +228,24 @@ ANSWERS = {
     "garbage": (lambda writer: writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n"), ""),
     "an endless greeting": (lambda writer: writer.write(b"\xff\xff\x00\x00" + bytes(70_000)), ""),
     "a refusal": (lambda writer: writer.write(handshake("not now")), ""),
-    "a frame that is none": (lambda writer: writer.write(GREETED + prefixed(b"\xff\xff\xff")), "no frame"),
+    "a frame that is none": (lambda writer: writer.write(GREETED + prefixed(b"\xff\xff\xff")), "not a frame"),
     "an answer nobody asked for": (
         lambda writer: writer.write(
             GREETED + prefixed(join_items([draft_pb2.Proposal(call_id=77).SerializeToString()]))
         ),
         "answered call 77",
     ),
-    "an endless frame": (lambda writer: writer.write(GREETED + b"\xff\xff\xff\xff"), "no frame"),
+    "an endless frame": (lambda writer: writer.write(GREETED + b"\xff\xff\xff\xff"), "not a frame"),
     "nothing at all": (lambda writer: writer.close(), ""),
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-async def test_a_false_lane_fails_its_calls_once_it_has_greeted_and_others_go_over_grpc(name: str) -> None:
-    answers, told = ANSWERS[name]
-    async with Replica() as replica, false_unix_socket(answers) as lane, linked(replica, lane) as link:
-        if told:
-            with pytest.raises(errors.Unavailable, match=told):
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_a_false_socket_fails_its_calls_after_the_handshake_and_later_calls_use_grpc(kind: str) -> None:
+    answers, expected = ANSWERS[kind]
+    async with Replica() as replica, false_unix_socket(answers) as name, linked(replica, name) as link:
+        if expected:
+            with pytest.raises(errors.Unavailable, match=expected):
                 await link.propose(ask())
         assert (await link.propose(ask())).kv_len == 5
 
@@ -272,12 +273,12 @@ MANY_FIELDS = b"\x12\x80\xb5\x18" + b"\x30\x01" * 200_000
         (handshake(""), prefixed(join_items([b""] * 2000))),
         (handshake("another model"),),
     ],
-    ids=["http", "no greeting", "long greeting", "long frame", "no frame", "many fields", "many items", "model"],
+    ids=["http", "no greeting", "long greeting", "long frame", "not a frame", "many fields", "many items", "model"],
 )
 async def test_a_hostile_caller_is_hung_up_on_and_the_others_go_on(words: tuple[bytes, ...]) -> None:
     async with Replica() as replica, linked(replica) as link:
         await link.propose(ask())
-        reader, writer = await _speak(replica.lane, *words)
+        reader, writer = await _speak(replica.unix_socket, *words)
         async with asyncio.timeout(10):
             while await reader.read(4096):
                 pass
@@ -289,17 +290,17 @@ async def test_a_hostile_caller_is_hung_up_on_and_the_others_go_on(words: tuple[
 async def test_hostile_callers_are_a_line_a_second_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async with Replica() as replica:
         for _ in range(20):
-            reader, writer = await _speak(replica.lane, b"GET / HTTP/1.1\r\n\r\n")
+            reader, writer = await _speak(replica.unix_socket, b"GET / HTTP/1.1\r\n\r\n")
             async with asyncio.timeout(10):
                 assert await reader.read(4096) == b""
             writer.close()
-    assert caplog.text.count("a lane is closed") in range(1, 10)  # one, unless this takes seconds
+    assert caplog.text.count("closed a Unix-socket connection") in range(1, 10)  # one, unless this takes seconds
 
 
 async def test_a_caller_that_asks_without_end_is_not_read_without_end() -> None:
     num_frames, per_frame = 12, 1024
     async with Replica() as replica:
-        reader, writer = await _speak(replica.lane, handshake(""))
+        reader, writer = await _speak(replica.unix_socket, handshake(""))
         for frame in range(num_frames):
             requests = [
                 codec.encode_propose_request(ask(f"hold {frame}.{index}"), frame * per_frame + index)
@@ -349,11 +350,11 @@ async def test_calls_given_up_while_a_replica_does_not_read_never_leave() -> Non
 
 
 async def test_one_lane_more_than_there_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_socket_server, "MAX_UNIX_SOCKETS", 2)
+    monkeypatch.setattr(unix_socket_server, "MAX_CONNECTIONS", 2)
     async with Replica() as replica, linked(replica) as first, linked(replica) as second, linked(replica) as third:
         await asyncio.gather(first.propose(ask()), second.propose(ask()))
         assert (await third.propose(ask())).kv_len == 5  # over gRPC
-        assert replica.num_lanes == 2
+        assert replica.num_connections == 2
 
 
 async def test_lanes_that_have_ended_are_kept_by_nobody() -> None:
@@ -362,7 +363,7 @@ async def test_lanes_that_have_ended_are_kept_by_nobody() -> None:
             async with linked(replica) as link:
                 await link.propose(ask(f"s{index}"))
         async with asyncio.timeout(20.0):
-            await eventually(lambda: replica.num_lanes == 0)
+            await eventually(lambda: replica.num_connections == 0)
         gc.collect()
         assert sum(type(kept) is unix_socket_server.UnixSocketConnection for kept in gc.get_objects()) == 0
 
