@@ -22,7 +22,7 @@ export GRPC_VERBOSITY := ERROR
 # Two workers, whole files each (a file shares its processes), one thread apiece.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
-.PHONY: help setup demo real demo-real test test-full test-real model-list test-gpu test-failure mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
+.PHONY: help setup demo real demo-real test test-full test-real model-list test-gpu test-failure test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,6 +75,11 @@ test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where ther
 
 test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
+
+# Eight busy processes beside two workers keep the load of two cores at ten.
+test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 8 $(BIN)/python -m pytest -n 2 --dist loadfile \
+		--durations 15 -m "not full and not gpu and not real" tests/failure tests/e2e tests/integration/test_ray_replicas.py
 
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'

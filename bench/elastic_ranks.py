@@ -20,7 +20,7 @@ from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import AUTO, EAGER, CompileOptions
+from specdec.engine.options import AUTO, EAGER, CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import RankModel, load_rank

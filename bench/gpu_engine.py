@@ -24,7 +24,7 @@ from bench.workload import GAMMA
 from specdec.artifact_cache import cache_directory
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, row_counts
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.errors import SpecdecError
 

@@ -16,7 +16,7 @@ from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import AUTO, CAPTURED, CompileOptions, row_counts
+from specdec.engine.options import AUTO, CAPTURED, CompileOptions, row_counts
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import RankModel, load_rank
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from specdec.engine.parallel.messages import pack_plan, unpack_plan

@@ -3,7 +3,8 @@
 Whoever writes such a file runs code as whoever loads it, so only one is used that nobody but root and this user can
 have written, in a folder where nobody else can put another in its place. Each ends with a digest of itself, because
 damaged machine code would be run too. Not here: what is in a file and what it is called. Called by
-`specdec.engine.kernels.library` and `specdec.engine.kernels.prebuilt`; their folder is `specdec.checkpoints.gguf`'s too.
+`specdec.engine.kernels.library` and `specdec.engine.kernels.prebuilt`; their folder is `specdec.checkpoints.gguf`'s
+too.
 """
 
 from __future__ import annotations

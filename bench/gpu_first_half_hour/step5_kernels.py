@@ -11,7 +11,7 @@ from bench.gpu_first_half_hour.results import device_name, results_folder, write
 from bench.random_pair import write_tokenizer
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.engine.sessions.block_manager import blocks_for
 
 NUM_LAYERS, NUM_STEPS, CONTEXT = 4, 5, 512

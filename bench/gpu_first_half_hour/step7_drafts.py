@@ -16,7 +16,7 @@ from bench.gpu_first_half_hour.step5_kernels import write_model
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.block_table import BlockTable
 

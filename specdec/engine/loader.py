@@ -25,6 +25,7 @@ from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
+from specdec.engine.cuda_settings import settle_cuda
 from specdec.engine.kernels.library import load_library
 from specdec.engine.linear.choice import projection_kinds
 from specdec.engine.linear.int8 import hold_in_int8
@@ -45,26 +46,18 @@ from specdec.engine.model.checkpoint_model import (
     quietly,
     require_all_weights,
 )
-from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
+from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.int8_projection import Int8Projection
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner, TransformersForward, tapped_layers
-from specdec.engine.model.options import (
-    AUTO,
-    CAPTURED,
-    EAGER,
-    NATIVE,
-    CompileOptions,
-    GraphSource,
-    require_backend,
-)
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.runner import NativeRunner
+from specdec.engine.options import AUTO, CAPTURED, EAGER, NATIVE, CompileOptions, require_backend
 from specdec.engine.torch_compile import compile_steps
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec

@@ -49,7 +49,7 @@ from specdec.state.registry import Heartbeat
 if TYPE_CHECKING:  # torch takes seconds to import
     from specdec.engine.base import ModelShape, Worker
     from specdec.engine.loop.replica import ReplicaOptions
-    from specdec.engine.model.options import CompileOptions
+    from specdec.engine.options import CompileOptions
     from specdec.state.kv_tier import KvTier
 
 SettingsT = TypeVar("SettingsT", bound=ReplicaSettings)
@@ -232,7 +232,7 @@ def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Wo
 
 def compile_options(settings: ReplicaSettings, num_decode_rows: int) -> CompileOptions:
     """What a replica compiles, or a rank of it; `num_decode_rows`: as `ReplicaKind` has it. Imports torch."""
-    from specdec.engine.model.options import CompileOptions, row_counts
+    from specdec.engine.options import CompileOptions, row_counts
 
     return CompileOptions(
         settings.compile_backend,
@@ -245,7 +245,7 @@ def compile_options(settings: ReplicaSettings, num_decode_rows: int) -> CompileO
 def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, ...], num_decode_rows: int) -> Worker:
     with memory.collector_at_rest():
         from specdec.engine.loader import load_worker
-        from specdec.engine.model.options import AUTO, EAGER, NATIVE
+        from specdec.engine.options import AUTO, EAGER, NATIVE
 
     return load_worker(
         settings.model,

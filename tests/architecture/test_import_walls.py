@@ -6,100 +6,21 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("draft_service", "target_service", "coordinator")
-FOUNDATIONS = {
-    "specdec", "specdec.__version__", "specdec.types", "specdec.errors", "specdec.settings.base", "specdec.settings.addresses",
-    "specdec.checkpoints.locate", "specdec.checkpoints.gguf", "specdec.checkpoints.vocabulary", "specdec.checkpoints.preflight", "specdec.supervision.backoff",
-    "specdec.checkpoints.rank_checks", "specdec.engine_api", "specdec.tenant", "specdec.checkpoints.token_bytes", "specdec.settings.draft_specs",
-    "specdec.settings.pool_names", "specdec.learning.log_files", "specdec.settings.devices", "specdec.checkpoints.weight_files", "specdec.v1",
-}  # fmt: skip
-
-#: Rooms that are divided: a module of theirs lives in its package, one level further down.
-DIVIDED = ("specdec.engine", "coordinator")
-
-ENGINE = "specdec.engine."
-LIBRARY = {"specdec.core", "specdec.state", "specdec.rpc", "specdec.observability", "specdec.service"}
-
-#: What each room may import besides itself and the foundations. "specdec.engine" stands for all rooms of the engine.
-ALLOWED = {
-    "specdec.types": set(),
-    "specdec.errors": set(),
-    "specdec.engine_api": set(),
-    "specdec.tenant": set(),
-    "specdec.settings.devices": set(),
-    "specdec.checkpoints.weight_files": set(),
-    "specdec.settings.draft_specs": set(),
-    "specdec.settings.pool_names": set(),
-    "specdec.checkpoints.locate": set(),
-    "specdec.checkpoints.gguf": {"specdec.artifact_cache"},
-    "specdec.checkpoints.vocabulary": set(),
-    "specdec.checkpoints.preflight": {"specdec.cross_vocabulary"},
-    "specdec.checkpoints.token_bytes": set(),
-    "specdec.learning.log_files": set(),
-    "specdec.learning": {"specdec.engine"},
-    "specdec.cross_vocabulary": set(),
-    "specdec.supervision.backoff": set(),
-    "specdec.checkpoints.rank_checks": set(),
-    "specdec.settings.base": set(),
-    "specdec.settings.addresses": set(),
-    "specdec.core": set(),
-    "specdec.state": {"specdec.core"},
-    "specdec.observability": {"specdec.core"},
-    "specdec.rpc": {"specdec.core", "specdec.observability"},
-    "specdec.service": {"specdec.engine", "specdec.observability", "specdec.rpc", "specdec.state"},
-    "specdec.client": {"specdec.rpc"},
-    "specdec.cluster": {"specdec.rpc"},
-    "specdec.cli": {"specdec.client", "specdec.cluster", "specdec.learning", "specdec.rpc", "specdec.state"},
-    # The engine, ground floor first.
-    ENGINE + "base": {ENGINE + "cold_tier"},
-    ENGINE + "cold_tier": set(),
-    ENGINE + "artifact_cache": set(),
-    ENGINE + "large_pages": set(),
-    ENGINE + "gguf_positions": set(),
-    ENGINE + "gguf_conversion": {ENGINE + "gguf_positions"},
-    ENGINE + "sessions": {"specdec.core"},
-    ENGINE + "schedule": {"specdec.core"},
-    ENGINE + "kernels": {ENGINE + "artifact_cache"},
-    ENGINE + "logits": {"specdec.core", ENGINE + "kernels"},
-    ENGINE + "model": {ENGINE + room for room in ("base", "large_pages")},
-    ENGINE + "heads": {ENGINE + "base", ENGINE + "model"},
-    ENGINE + "loop": {"specdec.core",
-                      *(ENGINE + room for room in ("base", "cold_tier", "logits", "schedule", "sessions"))},
-    ENGINE + "drafting": {"specdec.core", *(ENGINE + room for room in ("base", "logits", "loop"))},
-    ENGINE + "simulated": {"specdec.core", *(ENGINE + room for room in ("base", "schedule", "sessions"))},
-    ENGINE + "torch_compile": {ENGINE + "model"},
-    ENGINE + "captured": {ENGINE + "base", ENGINE + "model"},
-    ENGINE + "native": {ENGINE + room for room in ("base", "large_pages", "model")},
-    ENGINE + "local_drafting": {ENGINE + room for room in ("heads", "model")},
-    ENGINE + "parallel": {"specdec.core", *(ENGINE + room for room in ("base", "captured", "cold_tier", "model"))},
-    ENGINE + "loader": {
-        ENGINE + room
-        for room in ("base", "kernels", "local_drafting", "model", "torch_compile", "captured", "native")
-    },
-    # The coordinator, from the front door inwards.
-    "coordinator.__main__": {"coordinator", *LIBRARY},
-    "coordinator.config": set(),
-    "coordinator.requests": set(),
-    "coordinator.front": {"coordinator.generation", "coordinator.replicas", "coordinator.requests", "coordinator.text",
-                          *LIBRARY},
-    "coordinator.generation": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests",
-                               "coordinator.learning", "coordinator.round", "coordinator.routing", "coordinator.text",
-                               *LIBRARY},
-    "coordinator.round": {"coordinator.lookup", "coordinator.replicas", "coordinator.requests", "coordinator.routing",
-                          *LIBRARY},
-    "coordinator.routing": {"coordinator.replicas", *LIBRARY},
-    "coordinator.learning": {"coordinator.replicas", "coordinator.round"},
-    "coordinator.lookup": set(),
-    "coordinator.text": {"coordinator.requests"},
-    "coordinator.replicas": {"coordinator.requests", *LIBRARY},
-    "draft_service": {"specdec.engine", "specdec.cross_vocabulary", *LIBRARY},
-    "target_service": {"specdec.engine", *LIBRARY},
-}  # fmt: skip
+LAYERS = tomllib.loads((ROOT / "tests/architecture/layers.toml").read_text(encoding="utf-8"))
+#: Packages whose own packages are rooms: a module of theirs lives one level further down.
+DIVIDED: tuple[str, ...] = tuple(LAYERS["divided"])
+IMPORTS: dict[str, list[str]] = LAYERS["imports"]
+STARTS: dict[str, list[str]] = LAYERS["starts"]
+FLOORS: dict[str, int] = LAYERS["floors"]
 
 
 def python_files() -> list[Path]:
@@ -141,16 +62,39 @@ def imported_modules(source: str, package: str) -> set[str]:
     return modules
 
 
+def started_modules(source: str) -> set[str]:
+    """Return the modules that a file starts by name, as in `[sys.executable, "-m", "specdec.supervision.child"]`.
+
+    Every string that is the dotted name of a module of ours counts, because the list of arguments is often put
+    together in another place than the "-m".
+    """
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    return {text for text in texts if isinstance(text, str) and text.startswith("specdec.") and text in MODULES}
+
+
+def rooms_of_modules(names: set[str], module: str) -> set[str]:
+    """Return the product rooms of dotted names, but for the room of `module`."""
+    return {room_of(name) for name in names if name.split(".")[0] in ("specdec", *SERVICES)} - {room_of(module)}
+
+
+def rooms_imported(module: str, source: str) -> set[str]:
+    """Return the other rooms of the product that a module's source imports."""
+    return rooms_of_modules(imported_modules(source, module.rpartition(".")[0]), module)
+
+
 def forbidden_imports(module: str, source: str) -> set[str]:
-    """The rooms that a module's source reaches into and may not."""
+    """Return the rooms that a module's source imports, or starts as a process, and may not."""
     room = room_of(module)
-    ours = {
-        room_of(name)
-        for name in imported_modules(source, module.rpartition(".")[0])
-        if name.split(".")[0] in ("specdec", *SERVICES)
+    imports, starts = {"specdec", *IMPORTS[room]}, set(STARTS.get(room, ()))
+    forbidden = {
+        other
+        for other in rooms_imported(module, source)
+        if other not in imports and other.rpartition(".")[0] not in imports - {"specdec"}
     }
-    allowed = FOUNDATIONS | ALLOWED[room] | {room}
-    return {other for other in ours if other not in allowed and other.rpartition(".")[0] not in allowed - {"specdec"}}
+    return forbidden | (rooms_of_modules(started_modules(source), module) - starts)
+
+
+MODULES = {module_of(path) for path in python_files()}
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -159,34 +103,70 @@ def test_a_file_imports_only_what_its_room_may(path: Path) -> None:
     assert not forbidden, f"{path.relative_to(ROOT)} reaches into {sorted(forbidden)}"
 
 
-def documented_floors() -> dict[str, int]:
-    """Of each room of the engine and the coordinator, as docs/adr/0008-rooms.md has them."""
-    rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \|$", (ROOT / "docs/adr/0008-rooms.md").read_text(), re.MULTILINE)
-    return {
-        prefix + room: int(floor)
-        for floor, *columns in rows
-        for prefix, column in zip((ENGINE, "coordinator."), columns, strict=True)
-        for room in re.findall(r"`(\w+)`", column)
-    }
+def test_every_room_has_a_list_of_imports_and_every_list_a_room() -> None:
+    assert {room_of(module) for module in MODULES} == IMPORTS.keys()
 
 
-def real_floors() -> dict[str, int]:
-    """One above the highest room that a room's files import, of its own half of the house."""
-    reached: dict[str, set[str]] = {}
+def floors_of(arrows: Mapping[str, set[str]]) -> dict[str, int]:
+    """Return the floor of each room: one above the highest room that it imports.
+
+    Args:
+        arrows: the rooms that each room imports.
+
+    Raises:
+        graphlib.CycleError: rooms import each other in a circle.
+    """
+    floors: dict[str, int] = {}
+    for room in TopologicalSorter(arrows).static_order():
+        floors[room] = 1 + max((floors[other] for other in arrows.get(room, ()) if other != room), default=0)
+    return floors
+
+
+def arrows_within(package: str) -> dict[str, set[str]]:
+    """Return the arrows between the rooms of one divided package."""
+    arrows: dict[str, set[str]] = {}
     for path in python_files():
-        room = room_of(module_of(path))
-        reached.setdefault(room, set()).update(map(room_of, imported_modules(path.read_text(), "")))
-
-    def floor(room: str) -> int:
-        half = room.rpartition(".")[0]
-        return 1 + max((floor(other) for other in reached[room] & reached.keys()
-                        if other != room and other.rpartition(".")[0] == half), default=0)  # fmt: skip
-
-    return {room: floor(room) for room in reached if room.startswith((ENGINE, "coordinator."))}
+        module = module_of(path)
+        if room_of(module).rpartition(".")[0] == package:
+            reached = {room for room in rooms_imported(module, path.read_text()) if room.startswith(f"{package}.")}
+            arrows.setdefault(room_of(module), set()).update(reached)
+    return arrows
 
 
-def test_the_floors_are_those_that_the_record_of_the_cut_has() -> None:
-    assert documented_floors() == real_floors()
+@pytest.mark.parametrize("package", DIVIDED)
+def test_the_floors_of_a_divided_package_are_those_in_the_data_file(package: str) -> None:
+    documented = {room: floor for room, floor in FLOORS.items() if room.startswith(f"{package}.")}
+    assert documented == floors_of(arrows_within(package))
+
+
+def top_level_arrows() -> dict[str, set[str]]:
+    """Return the arrows between top-level rooms: flat modules and packages of specdec, services and bench."""
+
+    def top(module: str) -> str:
+        parts = module.split(".")
+        return ".".join(parts[:2]) if parts[0] == "specdec" else parts[0]
+
+    arrows: dict[str, set[str]] = {"specdec.v1": set()}
+    for path in (*python_files(), *sorted((ROOT / "bench").rglob("*.py"))):
+        module = module_of(path)
+        names = imported_modules(path.read_text(), module.rpartition(".")[0])
+        ours = {name for name in names if name.split(".")[0] in ("specdec", "bench", *SERVICES)} - {"specdec"}
+        arrows.setdefault(top(module), set()).update(map(top, ours))
+    return {room: others - {room, "specdec.__version__"} for room, others in arrows.items()}
+
+
+def test_the_house_keeps_its_ceilings_of_rooms_floors_and_arrows() -> None:
+    """Circles and arrows that run upward are one thing here: floors exist only where imports run one way."""
+    arrows, ceilings = top_level_arrows(), LAYERS["ceilings"]
+    assert len(arrows) <= ceilings["rooms"]
+    assert max(floors_of(arrows).values()) <= ceilings["floors"]
+    assert sum(map(len, arrows.values())) <= ceilings["arrows"]
+
+
+def test_a_circle_of_rooms_has_no_floors() -> None:
+    """Negative control."""
+    with pytest.raises(CycleError):
+        floors_of({"a": {"b"}, "b": {"a"}})
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -276,7 +256,8 @@ def test_sessions_and_schedules_and_the_engines_simulated_on_them_load_no_torch(
 def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
     hidden = ("grpc", "redis", "fakeredis", "pydantic_settings", "prometheus_client", "triton")
     # Written in Triton.
-    kernels = {f"specdec.engine.cuda_graphs.{name}_kernels" for name in ("paged", "row", "fused", "draft")}
+    kernels = {f"specdec.engine.cuda_graphs.{name}_kernels" for name in ("paged", "fused", "draft")}
+    kernels.add("specdec.engine.linear.row_kernels")
     names = set(modules_of("specdec.engine")) - kernels
     loaded = loaded_after("\n".join(f"import {name}" for name in sorted(names)), hidden=hidden)
     assert not loaded & set(hidden)
@@ -291,6 +272,7 @@ def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
         ("specdec.rpc.client", "import coordinator.replicas.pool"),
         ("coordinator.text.prompt", "from coordinator.front.validation import ServingLimits"),
         ("draft_service.proposer", "from target_service import verifier"),
+        ("specdec.state.keys", 'COMMAND = ["-m", "specdec.supervision.child"]'),
     ],
 )
 def test_the_wall_check_sees_a_forbidden_import(module: str, statement: str) -> None:

@@ -17,7 +17,7 @@ from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.heads import paged_head
 from specdec.engine.heads.paged_head import PagedHead
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.model_stack import ModelStack
 

@@ -19,8 +19,8 @@ import pytest
 from specdec.client import Completion
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.runner import NativeRunner
+from specdec.engine.options import CompileOptions
 from specdec.types import TokenSource
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone

@@ -16,7 +16,7 @@ import pytest
 
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import SamplingFilters
 from tests.e2e.test_local_drafts import (

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import SamplingFilters, Support, Verification, VerifyRequest
 from target_service.verifier import Verifier

@@ -14,7 +14,7 @@ import pytest
 
 from draft_service.proposer import Proposer
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.types import Proposal, ProposeRequest
 from tests.support.model_stack import ModelStack
 from tests.support.tiny_models import DRAFT_PERTURBATION, build_tiny_pair

@@ -20,7 +20,7 @@ import pytest
 
 from draft_service.proposer import Proposer
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.types import Proposal, ProposeRequest, SamplingFilters, Support
 from tests.support.chi_square import chi_square_p_value
 from tests.support.model_stack import ModelStack

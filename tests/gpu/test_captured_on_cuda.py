@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from draft_service.proposer import Proposer
+from specdec.engine.base import StepPlan
+from specdec.engine.cuda_graphs.capture import CudaCapture
+from specdec.engine.loader import load_worker
+from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.options import CompileOptions, row_counts
+from specdec.types import SamplingFilters
+from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
@@ -19,15 +28,6 @@ from tests.support.cuda_graphs_rig import (
     piece,
     random_tokens,
 )
-
-from draft_service.proposer import Proposer
-from specdec.engine.base import StepPlan
-from specdec.engine.cuda_graphs.capture import CudaCapture
-from specdec.engine.loader import load_worker
-from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.model.options import CompileOptions, row_counts
-from specdec.types import SamplingFilters
-from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import CountedCapture
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.settings.draft_specs import LocalDraftSpec
+from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.head_checkpoints import (
     as_speculators,
     eagle3_config,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import MIXED_LAYERS, build, random_tokens
 
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan
@@ -16,9 +15,10 @@ from specdec.engine.linear.int8 import Int8Weight, quantise
 from specdec.engine.linear.row_products import multiply
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.model.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
+from tests.support.cuda_graphs_rig import MIXED_LAYERS, build, random_tokens
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 

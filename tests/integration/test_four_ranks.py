@@ -9,7 +9,7 @@ import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import EAGER, CompileOptions
+from specdec.engine.options import EAGER, CompileOptions
 from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
 

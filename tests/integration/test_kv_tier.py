@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.artifact_cache import cache_directory
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.rpc.client import TargetLink
 from specdec.types import BLOCK_TOKENS, VerifyRequest
 from tests.support.redis_fixture import RedisServer

@@ -9,8 +9,8 @@ import torch
 
 from specdec.engine.base import StepPlan
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.runner import NativeRunner
+from specdec.engine.options import CompileOptions
 from specdec.errors import Unsupported
 from tests.support.tiny_models import build_tiny_model
 

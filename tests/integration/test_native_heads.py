@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import as_speculators, eagle3_config, eagle3_tensors, write_eagle3
 from tests.support.head_references import Eagle3Reference, hidden_states

@@ -24,7 +24,7 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.choice_checks import check_coupled_choices

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import NUM_BLOCKS, CountedCapture, piece, random_tokens
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import EAGER, CompileOptions
+from specdec.engine.options import EAGER, CompileOptions
 from specdec.errors import SpecdecError
+from tests.support.cuda_graphs_rig import NUM_BLOCKS, CountedCapture, piece, random_tokens
 from tests.support.interpreted_kernels import require_interpreter
 from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model

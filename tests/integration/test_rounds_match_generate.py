@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import CountedCapture
 from transformers import AutoModelForCausalLM
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.model.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, row_counts
 from specdec.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
+from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 

@@ -16,7 +16,7 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.logits.filters import FilterContext, filtered_distributions
 from specdec.engine.logits.rows import coupled_choices
-from specdec.engine.model.options import EAGER, CompileOptions
+from specdec.engine.options import EAGER, CompileOptions
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported
 from specdec.types import BLOCK_TOKENS, SamplingFilters
 from tests.support.rank_rig import RankRig

@@ -23,16 +23,16 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from tests.support.cuda_graphs_rig import CountedCapture, record_on_tape
 
 from specdec.engine.base import Worker
-from specdec.engine.model.options import Capture, CompileOptions
+from specdec.engine.options import Capture, CompileOptions
 from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_device
 from specdec.errors import SpecdecError
 from specdec.state.kv_tier import KvTier
+from tests.support.cuda_graphs_rig import CountedCapture, record_on_tape
 from tests.support.interpreted_kernels import cheap_recordings
 from tests.support.tier_rig import space_of
 

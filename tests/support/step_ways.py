@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from specdec.engine.options import CompileOptions
 from tests.support.cuda_graphs_rig import CountedCapture, record_on_tape
-
-from specdec.engine.model.options import CompileOptions
 from tests.support.interpreted_kernels import cheap_recordings, require_interpreter
 
 #: Captured steps of both attentions are on a tape here, as they are in a graph on a GPU.

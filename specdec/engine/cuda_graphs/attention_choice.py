@@ -20,7 +20,7 @@ from specdec.engine.cuda_graphs.static_attention import GatheredAttention, Stati
 from specdec.engine.cuda_graphs.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerShape
-from specdec.engine.model.options import GATHERED, PAGED, Agreement, Capture, first_line
+from specdec.engine.options import GATHERED, PAGED, Agreement, Capture, first_line
 from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from specdec.engine.model.batch import StepBatch
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack, RowForward, StackLayer, StackNorm
-from specdec.engine.model.options import Agreement, Capture, first_line
+from specdec.engine.options import Agreement, Capture, first_line
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from specdec.engine.linear.projection import (
 )
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.model.int8_projection import Int8Projection
-from specdec.engine.model.options import ROWS, CompileOptions
+from specdec.engine.options import ROWS, CompileOptions
 
 
 def projection_kinds(model: PreTrainedModel, is_int8: bool, compiling: CompileOptions) -> ProjectionKinds:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from specdec.engine.model.cuda_settings import release_freed
+from specdec.engine.cuda_settings import release_freed
 
 if TYPE_CHECKING:  # it imports this module
     from specdec.engine.linear.projection import AnyProjection

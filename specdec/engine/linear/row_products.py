@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from specdec.engine.linear.int8 import Int8Weight
-from specdec.engine.model.options import first_line
+from specdec.engine.options import first_line
 from specdec.errors import Unsupported
 
 # Tensor cores take so many rows at once: fewer are padded for nothing while a product is bound by reading its weight.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.model.options import AUTO, CAPTURED, NATIVE, CompileOptions
+from specdec.engine.options import AUTO, CAPTURED, NATIVE, CompileOptions
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
 

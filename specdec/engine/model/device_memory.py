@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from specdec.engine.model.cuda_settings import release_freed
+from specdec.engine.cuda_settings import release_freed
 from specdec.errors import InvalidRequest
 
 _GIB = 1 << 30

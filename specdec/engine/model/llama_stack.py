@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.functional import embedding, rms_norm
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from specdec.engine.cuda_settings import release_freed
 from specdec.engine.linear.projection import ProjectionKinds, ProjectionMaker, fuse_linears
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
-from specdec.engine.model.cuda_settings import release_freed
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
 

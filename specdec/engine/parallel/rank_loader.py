@@ -21,6 +21,7 @@ from specdec.checkpoints.rank_checks import FLAG, require_supported
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
+from specdec.engine.cuda_settings import settle_cuda
 from specdec.engine.linear.row_products import require_kernel
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch_invariance import FIELD, require_batch_invariance, require_keepable
@@ -32,14 +33,14 @@ from specdec.engine.model.checkpoint_model import (
     pick_dtype,
     pool_blocks,
 )
-from specdec.engine.model.cuda_settings import settle_cuda
 from specdec.engine.model.device_memory import cuda_pool_bytes
+from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
-from specdec.engine.model.options import CAPTURED, CompileOptions, GraphSource
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
+from specdec.engine.options import CAPTURED, CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.leader import LeaderWorker
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat

@@ -20,7 +20,7 @@ from specdec.checkpoints.rank_checks import FLAG, require_even_heads, require_ev
 from specdec.engine.model.checkpoint_model import first_line, quietly
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.errors import InvalidRequest, Unsupported
 

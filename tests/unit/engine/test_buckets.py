@@ -8,7 +8,7 @@ import pytest
 
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.buckets import Bucket, Buckets, ContextSteps
-from specdec.engine.model.options import row_counts
+from specdec.engine.options import row_counts
 from specdec.types import BLOCK_TOKENS
 
 GATHERED = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)

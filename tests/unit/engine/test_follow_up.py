@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import CountedCapture, random_tokens
 
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
@@ -16,10 +15,11 @@ from specdec.engine.cuda_graphs import fused_operations, paged_attention
 from specdec.engine.cuda_graphs.fused_operations import Tiling
 from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
 from specdec.types import DrawRule, ProposeRequest, SamplingFilters
+from tests.support.cuda_graphs_rig import CountedCapture, random_tokens
 from tests.support.round_driver import make_round
 from tests.support.tiny_models import build_tiny_model
 

@@ -23,7 +23,7 @@ from specdec.engine.cuda_graphs import paged_attention
 from specdec.engine.cuda_graphs.fused_operations import Norm, Tiling
 from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from tests.support.fused_rig import DTYPES, EPS, Heads, close, llama_norm, random, round_bfloat16
 from tests.support.tiny_models import build_tiny_model
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import CountedCapture
 from transformers import AutoModelForCausalLM
 
 from specdec.engine import loader
@@ -20,8 +19,9 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.linear.int8 import Int8Linear, quantise
 from specdec.engine.loader import load_worker
 from specdec.engine.model.checkpoint_model import pick_dtype
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.errors import Unsupported
+from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.interpreted_kernels import few_programs
 from tests.support.tiny_models import build_tiny_model
 

@@ -11,7 +11,7 @@ import torch
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.large_pages import LargePages, zeros
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from tests.support.tiny_models import build_tiny_model
 
 MAPPINGS = Path("/proc/self/smaps")

@@ -12,6 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+
+from specdec.engine.base import StepPlan
+from specdec.engine.cuda_graphs import fused_operations
+from specdec.engine.cuda_graphs import paged_attention as module
+from specdec.engine.cuda_graphs.fused_operations import Tiling
+from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.loader import load_worker
+from specdec.engine.options import CompileOptions
 from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
@@ -24,14 +32,6 @@ from tests.support.cuda_graphs_rig import (
     random_tokens,
     record_on_tape,
 )
-
-from specdec.engine.base import StepPlan
-from specdec.engine.cuda_graphs import fused_operations
-from specdec.engine.cuda_graphs import paged_attention as module
-from specdec.engine.cuda_graphs.fused_operations import Tiling
-from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
-from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
 from tests.support.fused_rig import round_bfloat16
 from tests.support.interpreted_kernels import kernels_on_tape
 

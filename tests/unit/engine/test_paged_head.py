@@ -19,7 +19,7 @@ from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetPa
 from specdec.engine.loader import load_worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import LayerShape
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.tiny_models import build_tiny_model
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import CountedCapture
 
 from bench.models import DEMO
 from specdec.engine.base import ModelShape
@@ -14,9 +13,10 @@ from specdec.engine.cuda_graphs.static_attention import GatheredAttention
 from specdec.engine.loader import load_worker
 from specdec.engine.model import self_check
 from specdec.engine.model.batch import AttentionKind
-from specdec.engine.model.options import CompileOptions
 from specdec.engine.native.runner import NativeRunner
+from specdec.engine.options import CompileOptions
 from specdec.errors import Unsupported
+from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
 
 REFUSAL = "type mistral is computed differently here than by transformers"

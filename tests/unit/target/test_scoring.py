@@ -13,7 +13,7 @@ import pytest
 from specdec.core.sparse import probability
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.model.options import CompileOptions
+from specdec.engine.options import CompileOptions
 from specdec.errors import InvalidRequest, ResourceExhausted
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import TargetLink

@@ -6,15 +6,12 @@ gets (`engine.loader`). Called by all of those and by the services' entry points
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
-from specdec.engine.model.batch import AttentionKind
-from specdec.engine.model.kv_cache import KvCache
 from specdec.errors import InvalidRequest
 
 #: PyTorch's operations one by one.
@@ -83,15 +80,6 @@ class CompileOptions:
         is_cuda = device.type == "cuda"
         may_record = is_cuda or self.capture is not None
         return self.products == ROWS or (is_cuda and is_int8) or (may_record and self.is_deterministic)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSource:
-    """What the graphs are made of."""
-
-    model: PreTrainedModel
-    layer_kinds: Sequence[AttentionKind]
-    cache: KvCache
 
 
 def require_backend(name: str) -> None:
