@@ -2,7 +2,7 @@
 
 A replica that answers nonsense must not end the stream where another can serve, nor put a token into the log that no
 tokenizer knows; and its refusals are not the client's fault. Not here: what happens then, the answer's shape
-(`specdec.rpc.replies`). Called by `draft_calls` and `target_calls`, which have asked.
+(`specdec.rpc.proposals`, `specdec.rpc.verifications`). Called by `draft_calls` and `target_calls`, which have asked.
 """
 
 from __future__ import annotations

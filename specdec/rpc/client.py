@@ -22,7 +22,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import Internal, InvalidRequest, Unavailable
-from specdec.rpc import codec, replies, status
+from specdec.rpc import codec, proposals, status, verifications
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.calls import CallTimeout, WireStats
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
@@ -266,7 +266,7 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
     def _decode(
         self, messages: list[draft_pb2.Proposal], requests: list[ProposeRequest]
     ) -> Sequence[Proposal | Internal]:
-        return replies.decode_proposals(messages, requests)
+        return proposals.decode_proposals(messages, requests)
 
 
 class TargetLink(_Link[VerifyRequest, Verification]):
@@ -292,7 +292,7 @@ class TargetLink(_Link[VerifyRequest, Verification]):
     def _decode(
         self, messages: list[target_pb2.Verification], requests: list[VerifyRequest]
     ) -> Sequence[Verification | Internal]:
-        return replies.decode_verifications(messages, requests)
+        return verifications.decode_verifications(messages, requests)
 
 
 def open_link(role: str, address: str) -> DraftLink | TargetLink:

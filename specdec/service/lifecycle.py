@@ -21,7 +21,8 @@ import grpc
 from specdec.engine_api import Engine
 from specdec.errors import SpecdecError
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
-from specdec.rpc.server import ServiceServer, require_free
+from specdec.rpc.channels import require_free
+from specdec.rpc.server import ServiceServer
 from specdec.settings.addresses import advertised_address, split_address
 from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.types import EngineInfo

@@ -19,7 +19,7 @@ import pytest
 from google.protobuf.message import Message
 
 from draft_service.proposer import Proposer
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, proposals, verifications
 from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 from target_service.verifier import Verifier
@@ -72,14 +72,14 @@ class RecordedLink:
     async def propose(self, request: ProposeRequest) -> Proposal:
         asked = self._note(codec.encode_propose_request(request, 1))
         received = codec.decode_propose_request(draft_pb2.ProposeRequest.FromString(asked), self.engine.info())
-        reply = self._note(replies.encode_proposal(await self.engine.propose(received), 1))
+        reply = self._note(proposals.encode_proposal(await self.engine.propose(received), 1))
         return decode_proposal(draft_pb2.Proposal.FromString(reply), request)
 
     async def verify(self, request: VerifyRequest) -> Verification:
         request = replace(request, num_logprobs=self.num_logprobs)
         asked = self._note(codec.encode_verify_request(request, 1))
         received = codec.decode_verify_request(target_pb2.VerifyRequest.FromString(asked), self.engine.info())
-        reply = self._note(replies.encode_verification(await self.engine.verify(received), 1))
+        reply = self._note(verifications.encode_verification(await self.engine.verify(received), 1))
         return decode_verification(target_pb2.Verification.FromString(reply), request)
 
     def _note(self, message: Message) -> bytes:

@@ -196,13 +196,13 @@ async def test_a_frame_of_more_items_than_the_limit_is_refused_whole(method: str
 async def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_in_the_log(
     method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interceptors, "_complaints", interceptors._Complaints())  # as if the second were over
+    monkeypatch.setattr(interceptors, "_malformed_log", interceptors._MalformedLog())  # as if a second had passed
     async with started_coordinator() as (rig, coordinator):
         caplog.clear()
         for _ in range(5):
             code, reason, message = await refusal(rig, coordinator, method, BROKEN)
             assert (code, reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
-            assert "the request is no " in message
+            assert "the request is not a valid " in message
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 1, [record.getMessage() for record in lines]
     assert "127.0.0.1" in lines[0].getMessage()

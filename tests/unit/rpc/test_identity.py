@@ -71,7 +71,9 @@ async def test_the_model_that_is_meant_answers_and_says_which_process_it_is() ->
 
 async def test_another_model_runs_nothing_and_says_both_names() -> None:
     async with linked() as (link, engine):
-        with pytest.raises(Unavailable, match=f"serves model {MODEL}, another was meant") as caught:
+        with pytest.raises(
+            Unavailable, match=f"serves model {MODEL}, the call is meant for model another"
+        ) as caught:
             await link.verify(verification(), model="another")
         assert caught.value.reason == "REPLICA_UNAVAILABLE"
         assert engine.num_run == 0
@@ -80,7 +82,7 @@ async def test_another_model_runs_nothing_and_says_both_names() -> None:
 
 async def test_what_a_replica_answers_that_does_not_say_its_model_is_dropped() -> None:
     async with linked(Silent) as (link, _):
-        with pytest.raises(Unavailable, match=f"{MODEL} was meant"):
+        with pytest.raises(Unavailable, match=f"meant for model {MODEL}"):
             await link.verify(verification(), model=MODEL)
 
 

@@ -13,7 +13,7 @@ import pytest
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, proposals
 from specdec.rpc.client import DraftLink, TargetLink, WireStats
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
@@ -95,7 +95,7 @@ async def test_a_proposal_comes_back_with_the_bytes_it_cost() -> None:
         assert reply.draft_token_ids.tolist() == [3, 4, 5, 6]
         assert reply.kv_len == expected.kv_len
         sent = codec.encode_propose_request(request, 1).ByteSize()
-        received = replies.encode_proposal(expected, 1).ByteSize()
+        received = proposals.encode_proposal(expected, 1).ByteSize()
         assert wire.num_bytes == sent + received
 
 

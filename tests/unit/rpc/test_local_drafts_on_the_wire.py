@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import Internal, InvalidRequest
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, verifications
 from specdec.types import (
     WEIGHT_TOTAL,
     DistributionRow,
@@ -49,7 +49,7 @@ def verification(proposal: Proposal | None, sizes: tuple[int, ...]) -> Verificat
 
 
 def sent(answer: Verification) -> target_pb2.Verification:
-    return target_pb2.Verification.FromString(replies.encode_verification(answer, 1).SerializeToString())
+    return target_pb2.Verification.FromString(verifications.encode_verification(answer, 1).SerializeToString())
 
 
 def test_what_was_drafted_arrives_with_what_it_was_drawn_from() -> None:

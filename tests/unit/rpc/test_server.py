@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specdec import errors
 from specdec.observability.logging import ID_NAMES, configure_logging
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer, require_free
+from specdec.rpc.channels import require_free
+from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc

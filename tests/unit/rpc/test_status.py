@@ -82,12 +82,12 @@ def test_a_status_without_details_is_mapped_by_its_code(code: grpc.StatusCode, e
         (
             "SERVER: Received message larger than max (3000075 vs. 1048576)",
             errors.InvalidRequest,
-            "the request has 3000075 bytes; 10.0.0.1:5 takes 1048576 at most (its --max-message-bytes)",
+            "the request has 3000075 bytes; the limit of 10.0.0.1:5 is 1048576 (its --max-message-bytes)",
         ),
         (
             "CLIENT: Received message larger than max (70 vs. 64)",
             errors.Internal,
-            "the answer of 10.0.0.1:5 has 70 bytes; we take 64 at most",
+            "the answer of 10.0.0.1:5 has 70 bytes; the limit is 64",
         ),
         ("the queue is full", errors.ResourceExhausted, "10.0.0.1:5: the queue is full"),
     ],

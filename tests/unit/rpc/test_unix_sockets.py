@@ -178,7 +178,7 @@ async def test_a_link_that_hears_of_a_lane_moves_to_it_once_nothing_is_pending()
 
 async def test_a_lane_of_another_model_answers_nothing() -> None:
     async with Replica() as replica, linked(replica) as link:
-        with pytest.raises(errors.Unavailable, match="other was meant"):
+        with pytest.raises(errors.Unavailable, match="meant for model other"):
             await link.propose(ask(), model="other")
         assert replica.engine.seen == []
         assert (await link.propose(ask(), model="model")).kv_len == 5
