@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOC_VENV := .venv-proto
+DOCS_VENV := .venv-docs
 # The oldest grpcio-tools our ranges admit: generated code refuses older runtimes, never newer ones.
 GRPCIO_TOOLS := grpcio-tools==1.74.0
 BUF := npx --yes @bufbuild/buf@1.75.0
@@ -22,7 +23,8 @@ export GRPC_VERBOSITY := ERROR
 # Two workers, whole files each (a file shares its processes), one thread apiece.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
-.PHONY: help setup demo real demo-real test test-full test-real model-list test-gpu test-failure test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
+.PHONY: help setup demo real demo-real test test-full test-real model-list reference docs docs-serve test-gpu test-failure \
+	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,8 +69,26 @@ test-full: setup redis  ## the long products as well; properties are tried on ne
 test-real: $(REAL)  ## SmolLM2 and Gemma 3 against Transformers: chat, turns, vocabulary, sliding window (20 minutes)
 	$(BIN)/python -m pytest tests/real --timeout 3600
 
-model-list: setup  ## write docs/models.md: what becomes of each architecture of transformers (minutes)
+model-list: setup  ## write docs/reference/models.md: which architectures of transformers are served (minutes)
 	$(BIN)/python -m tests.support.model_list
+
+reference: setup  ## write the pages of docs/reference that are generated from the code
+	$(BIN)/python -m tests.support.reference
+
+# The documentation is built without specdec itself: the generated pages are committed. Not with --quiet, which makes
+# mkdocs 1.6 ignore the warnings that --strict fails on.
+$(DOCS_VENV)/.installed: pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
+	@[ -x $(DOCS_VENV)/bin/python ] || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $$($(DOCS_VENV)/bin/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+docs: $(DOCS_VENV)/.installed  ## build the documentation into site/; a warning or a broken link or anchor is an error
+	$(DOCS_VENV)/bin/python -m mkdocs build --strict
+
+docs-serve: $(DOCS_VENV)/.installed  ## show the documentation at http://127.0.0.1:8001 and rebuild it on changes
+	$(DOCS_VENV)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8001
 
 test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/gpu -s
@@ -127,7 +147,7 @@ up:  ## the whole system in containers
 down:  ## stop it and forget its state
 	docker compose down --volumes
 
-ci: lint type proto-check k8s-validate test  ## what CI runs
+ci: lint type proto-check docs k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info

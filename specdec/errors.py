@@ -32,7 +32,7 @@ class SpecdecError(Exception):
 
     Attributes:
         code: the gRPC status code's name.
-        reason: the `ErrorInfo` reason; docs/operations.md says what to do about each.
+        reason: the `ErrorInfo` reason; docs/reference/errors.md says what to do about each.
         field: the request field at fault, in proto spelling (`sampling.top_p`), or "".
         retry_after_s: when retrying helps, how long to wait first; else None.
     """

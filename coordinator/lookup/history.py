@@ -4,8 +4,8 @@ Two automata by age. The newer one grows until it is half of what may be kept; t
 that was is forgotten as a whole: what is said often comes back by itself. A turn is taken in a piece at a time, between
 other work of the event loop.
 
-Not here: a session's own text (`lookup`), other tenants' (a coordinator serves one, docs/operations.md). Used from one
-event loop.
+Not here: a session's own text (`lookup`), other tenants' (a coordinator serves one, docs/how-to/secure.md). Used from
+one event loop.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from specdec.errors import InvalidRequest, Unsupported
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"GGUF"
-_PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _REQUIRED_PACKAGES = ("gguf", "accelerate")
 
 #: Part of a conversion's name: raised when the same file is to be converted differently.

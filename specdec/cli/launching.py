@@ -28,7 +28,7 @@ from specdec.supervision.processes import Child, free_ports
 from specdec.supervision.services import Service
 
 _DRAIN_GRACE_S = 3
-#: Idle threads spin for microseconds only (docs/LOG.md).
+#: Idle threads spin for microseconds only (docs/history/log.md).
 _QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 

@@ -1,8 +1,8 @@
 """Memory for what every step reads, in pages of 2 MB where the system gives such pages when asked (Linux, `madvise`).
 
 In pages of 4 KB a processor looks an address up every 64 cache lines and reads ahead no further: weights came at two
-thirds to three quarters of the speed that they come at in large pages (docs/performance.md). Where a system has none,
-the memory is the same in small ones. Not here: what lies in it. Called by `specdec.engine.native.packing` and
+thirds to three quarters of the speed that they come at in large pages (docs/history/performance.md). Where a system has
+none, the memory is the same in small ones. Not here: what lies in it. Called by `specdec.engine.native.packing` and
 `specdec.engine.model.kv_cache`.
 """
 

@@ -18,7 +18,7 @@ PACKAGE_ROOT = str(Path(specdec.__file__).resolve().parents[1])
 
 #: Set for services unless the caller has its own. gRPC reads it when it is imported. Its event engine hands every
 #: message through two more threads than the polling it replaced: 40 % of a small call's time here
-#: (docs/performance.md).
+#: (docs/history/performance.md).
 SERVICE_ENVIRONMENT = {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener"}
 
 

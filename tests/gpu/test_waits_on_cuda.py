@@ -1,4 +1,4 @@
-"""How often a step waits for the device, as docs/performance.md says it."""
+"""How often a step waits for the device, as docs/history/performance.md says it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every decoder-only architecture of the installed transformers is computed right or refused in one line.
 
 Right: logits of the paged engine are those of the model's own eager forward, and greedy text is that of `generate()`
-(`tests.support.architecture_rig`). Nothing else passes, and `docs/models.md` says which is which. A slice runs in `make
-test`, all of them in `make test-full`.
+(`tests.support.architecture_rig`). Nothing else passes, and `docs/reference/models.md` says which is which. A slice
+runs in `make test`, all of them in `make test-full`.
 """
 
 from __future__ import annotations

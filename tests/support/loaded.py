@@ -12,7 +12,9 @@ import sys
 from collections.abc import Iterator
 
 #: A process that never waits. It ends with its parent, whose end of the pipe closes.
-_BUSY = "import sys, threading; threading.Thread(target=sys.stdin.read).start()\nwhile threading.active_count() > 1: pass"
+_BUSY = (
+    "import sys, threading; threading.Thread(target=sys.stdin.read).start()\nwhile threading.active_count() > 1: pass"
+)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""`python -m tests.support.model_list [--check]`: writes docs/models.md, or fails when it is not what the engine does
-now.
+"""`python -m tests.support.model_list [--check]`: write docs/reference/models.md, or fail when it is not what the
+engine does now.
 
 Several minutes: it loads a tiny model of every architecture. `tests.integration.test_every_architecture` compares row
 by row as it goes.
@@ -18,18 +18,23 @@ import transformers
 from tests.support.architecture_rig import judge
 from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-_VERSION_LINE = "The list is that of transformers {version}, "
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
+_VERSION_LINE = "The list is that of transformers {version},"
 
-_HEAD = """# Models
+_WIDTH = 120
 
-What becomes of each decoder-only architecture of transformers: its paged logits equal the model's own eager forward and
-its greedy text equals `generate()`, or it is refused at load with one `UNSUPPORTED` line. {version_line}each row was
-found by running a tiny random model; `make model-list` writes this page. Every replica makes the comparison for its own
-checkpoint before it serves (`--self-check`, on by default), so a newer type is right or refused too. It compares past
-the smallest window of up to 1024 tokens; a longer one is read from the model's mask and believed.
+_HEAD = """# Supported models
 
-| Architecture | Here | Why |
+This page lists every decoder-only architecture of transformers. A supported one gives the logits of the model's own
+eager forward pass and the greedy text of `generate()`. Any other one is refused at load with an `UNSUPPORTED` error.
+{version_line}
+and each row is the result of running a tiny random model. `make model-list` writes this page.
+
+Every replica makes the same comparison for its own checkpoint before it serves (`--self-check`, on by default), so a
+newer architecture is served correctly or refused, too. The comparison covers the smallest attention window of up to
+1,024 tokens. A longer window is read from the model's mask and not compared beyond 1,024 tokens.
+
+| Architecture | Status | Reason |
 |---|---|---|
 """
 
@@ -37,11 +42,18 @@ the smallest window of up to 1024 tokens; a longer one is read from the model's 
 def row(model_type: str, reason: str = "", *, is_built: bool = True, is_cache_right: bool = True) -> str:
     """The line of one architecture; `reason` is why it is refused, or not built."""
     if not is_built:
-        return f"| {model_type} | not tried | transformers makes no tiny one: {_plain(reason)} |"
+        return _line(model_type, "not tested", f"no tiny model: {_plain(reason)}")
     if reason:
-        return f"| {model_type} | refused | {_plain(reason)} |"
+        return _line(model_type, "refused", _plain(reason))
     note = "" if is_cache_right else "`generate()` agrees with the model's own forward only with `use_cache=False`"
-    return f"| {model_type} | right | {note} |"
+    return _line(model_type, "supported", note)
+
+
+def _line(model_type: str, status: str, reason: str) -> str:
+    """Return a table row of at most `_WIDTH` characters; a longer reason is cut."""
+    room = _WIDTH - len(f"| {model_type} | {status} |  |")
+    shown = reason if len(reason) <= room else f"{reason[: room - 1].rstrip(' `')}…"
+    return f"| {model_type} | {status} | {shown} |"
 
 
 def _plain(reason: str) -> str:
@@ -62,7 +74,7 @@ def is_documented_version() -> bool:
 
 
 def page() -> str:
-    """docs/models.md as it should be."""
+    """Return docs/reference/models.md as it should be."""
     lines = []
     for model_type in MODEL_TYPES:
         with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,8 @@
-"""Collect the names that clients, operators and stored data rely on.
+"""Collect the names that users, dashboards, stored data and other versions of the product rely on.
 
-`python -m tests.support.public_names` writes them to tests/contract/public_names.json, which
-tests/contract/test_public_names.py compares with the code: a renamed flag, metric, key, script or message shows up as a
-difference of that file.
+Flags come from the programs' own parsers, hidden aliases included; metrics from the programs' registries; Redis keys
+from the functions that build them, with the varying parts in capitals. `python -m tests.support.public_names` writes
+them to tests/contract/public_names.json.
 """
 
 from __future__ import annotations
@@ -10,98 +10,193 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
-import subprocess
-import sys
+import pkgutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor, MethodDescriptor
+from prometheus_client import CollectorRegistry
 
 import specdec.client
+import specdec.v1
+from coordinator.config import CoordinatorSettings
+from draft_service.config import DraftSettings
 from specdec.cli.__main__ import build_parser
+from specdec.core.restore_rule import RestoreRule
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
-from specdec.state import keys
-from specdec.v1 import common_pb2, coordinator_pb2, draft_pb2, target_pb2
+from specdec.settings.base import ServiceSettings, parse_settings
+from specdec.state.keys import prefix_keys, promotion_key, replica_keys, session_keys
+from specdec.state.kv_tally import KvTally
+from specdec.state.kv_values import KvSpace
+from specdec.types import EngineInfo
+from target_service.config import TargetSettings
+
+SERVICES: dict[str, type[ServiceSettings]] = {
+    "coordinator": CoordinatorSettings,
+    "draft_service": DraftSettings,
+    "target_service": TargetSettings,
+}
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = ROOT / "tests" / "contract" / "public_names.json"
-SERVICES = ("coordinator", "draft_service", "target_service")
+
+FIELD_TYPES = {
+    getattr(FieldDescriptor, name): name.removeprefix("TYPE_").lower()
+    for name in dir(FieldDescriptor)
+    if name.startswith("TYPE_")
+}
+
+Names = dict[str, Any]
 
 
-def collect() -> dict[str, Any]:
-    """Return the public names, sorted, as JSON has them."""
+def collect() -> Names:
+    """Return all public names by kind; every value is a string, a list of strings or a mapping of these."""
     return {
-        "flags": {"specdec": command_flags(), **{service: service_flags(service) for service in SERVICES}},
-        "metrics": metric_names(),
-        "redis_keys": redis_keys(),
-        "lua_scripts": lua_digests(),
-        "protos": proto_names(),
         "client": sorted(specdec.client.__all__),
+        "flags": {**{name: service_flags(kind) for name, kind in SERVICES.items()}, **command_flags(build_parser({}))},
+        "lua_sha1": dict(_script_digests()),
+        "metrics": {
+            "coordinator": metric_names(CoordinatorMetrics("model").registry),
+            "replicas": metric_names(_replica_registry()),
+        },
+        "proto": proto_names(),
+        "redis_keys": sorted(_key_templates()),
     }
 
 
-def service_flags(module: str) -> list[str]:
-    """Return the flags that a service's `--help` shows."""
-    result = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
-    return sorted(set(re.findall(r"--[a-z][a-z0-9-]*", result.stdout)))
-
-
-def command_flags() -> dict[str, list[str]]:
-    """Return the flags of each `specdec` subcommand that its help shows."""
-    parser = build_parser({})
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return {name: sorted(_shown_flags(command)) for name, command in sorted(commands.choices.items())}
-
-
-def _shown_flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+def command_flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Return the flags of a parser and of all its subcommands, each under the command's full name."""
+    flags = {parser.prog: flags_of(parser)}
     for action in parser._actions:
-        if action.help != argparse.SUPPRESS:
-            yield from action.option_strings or [action.metavar if isinstance(action.metavar, str) else action.dest]
+        if isinstance(action, argparse._SubParsersAction):
+            for subcommand in action.choices.values():
+                flags.update(command_flags(subcommand))
+    return flags
 
 
-def metric_names() -> list[str]:
-    """Return the metric families of the coordinator and of a replica."""
-    registries = (CoordinatorMetrics("model").registry, EngineMetrics("model", role="target").registry)
-    return sorted({family.name for registry in registries for family in registry.collect()})
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    return sorted(flag for action in parser._actions for flag in action.option_strings)
 
 
-def redis_keys() -> list[str]:
-    """Return the keys of one session, role, prefix and promotion."""
-    return sorted(
-        [
-            *keys.session_keys("TENANT", "SESSION"),
-            *keys.replica_keys("ROLE"),
-            *keys.prefix_keys("TENANT", [b"\x01", b"\x02"]),
-            keys.promotion_key("TENANT"),
-        ]
-    )
+def service_flags(settings_type: type[ServiceSettings]) -> list[str]:
+    """Return the flags of a service, from the parser that prints its `--help`."""
+    parsers: list[argparse.ArgumentParser] = []
+
+    def keep(parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parsers.append(parser)
+        raise SystemExit(0)
+
+    with patch.object(argparse.ArgumentParser, "print_help", keep):
+        try:
+            parse_settings(settings_type, prog="program", argv=["--help"])
+        except SystemExit:
+            return flags_of(parsers[0])
+    raise AssertionError("--help did not end the program")
 
 
-def lua_digests() -> dict[str, str]:
-    """Return the SHA-1 of each Lua script: Redis knows a script by it."""
-    scripts = sorted((ROOT / "specdec" / "state" / "scripts").glob("*.lua"))
-    return {script.name: hashlib.sha1(script.read_bytes()).hexdigest() for script in scripts}
+def metric_names(registry: CollectorRegistry) -> dict[str, str]:
+    return {metric.name: metric.type for metric in sorted(registry.collect(), key=lambda metric: metric.name)}
 
 
-def proto_names() -> dict[str, list[str]]:
-    """Return messages with their fields' numbers, services with their methods, and enums with their values."""
-    names: dict[str, list[str]] = {}
-    for module in (common_pb2, coordinator_pb2, draft_pb2, target_pb2):
-        file = module.DESCRIPTOR
-        for message in file.message_types_by_name.values():
-            names[message.full_name] = [f"{field.number} {field.name} {field.type}" for field in message.fields]
-        for enum in file.enum_types_by_name.values():
-            names[enum.full_name] = [f"{value.number} {value.name}" for value in enum.values]
+def proto_names() -> dict[str, dict[str, dict[str, str]]]:
+    """Return services with their methods, messages with their fields and enums with their values, by full name."""
+    services: dict[str, dict[str, str]] = {}
+    messages: dict[str, dict[str, str]] = {}
+    enums: dict[str, dict[str, str]] = {}
+    for file in _proto_files():
         for service in file.services_by_name.values():
-            names[service.full_name] = [method.name for method in service.methods]
-    return dict(sorted(names.items()))
+            services[service.full_name] = {method.name: _method(method) for method in service.methods}
+        _note_enums(enums, file.enum_types_by_name.values())
+        for message in _with_nested(file.message_types_by_name.values()):
+            messages[message.full_name] = {one.name: _field(one) for one in message.fields}
+            _note_enums(enums, message.enum_types)
+    return {"services": services, "messages": messages, "enums": enums}
 
 
-def as_text(names: dict[str, Any]) -> str:
-    """Return the snapshot's text: one name a line, so that a difference reads well."""
-    return json.dumps(names, indent=1, sort_keys=True) + "\n"
+def flat_names(names: Any, path: str = "") -> set[str]:
+    """Return one line for each name, with where it stands and what it is: "flags / specdec up / --listen"."""
+    if isinstance(names, dict):
+        return {line for key, value in names.items() for line in flat_names(value, f"{path} / {key}" if path else key)}
+    if isinstance(names, list):
+        return {f"{path} / {name}" for name in names}
+    return {f"{path} = {names}"}
+
+
+@dataclass(frozen=True)
+class _Tier:
+    """The part of a KV tier that is measured, without its connections."""
+
+    tally: KvTally = field(default_factory=KvTally)
+    rule: RestoreRule = field(default_factory=RestoreRule)
+
+
+def _replica_registry() -> CollectorRegistry:
+    info = EngineInfo(
+        version="", role="draft", pool="", replica_id="", model="", model_fingerprint="", vocabulary_fingerprint="",
+        vocabulary_size=1, max_context_tokens=1, eos_token_ids=(), max_gamma=1, num_kv_blocks=1, kv_block_tokens=1,
+        kv_usage=0.0, num_sessions=0, draining=False, dtype="", device="",
+    )  # fmt: skip
+    metrics = EngineMetrics("model", role="draft")
+    metrics.watch_load(lambda: info)
+    metrics.watch_kv_tier(_Tier())
+    return metrics.registry
+
+
+def _key_templates() -> list[str]:
+    first, other = b"FIRST HASH", b"HASH"
+    prefix = prefix_keys("TENANT", [first, other])[1].replace(first.hex(), "FIRST HASH").replace(other.hex(), "HASH")
+    space = KvSpace("FINGERPRINT", "DTYPE", "RANK", layer_bytes=(1,), run_blocks=1)
+    run = space.key(b"NAME").replace(b"NAME".hex(), "NAME")
+    return [*session_keys("TENANT", "SESSION"), *replica_keys("ROLE"), prefix, promotion_key("TENANT"), run]
+
+
+def _script_digests() -> Iterator[tuple[str, str]]:
+    for script in sorted((ROOT / "specdec" / "state" / "scripts").glob("*.lua")):
+        yield script.name, hashlib.sha1(script.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+def _proto_files() -> Iterator[FileDescriptor]:
+    for module in pkgutil.iter_modules(specdec.v1.__path__):
+        if module.name.endswith("_pb2"):
+            yield import_module(f"specdec.v1.{module.name}").DESCRIPTOR
+
+
+def _with_nested(messages: Any) -> Iterator[Descriptor]:
+    for message in messages:
+        yield message
+        yield from _with_nested(message.nested_types)
+
+
+def _note_enums(enums: dict[str, dict[str, str]], found: Any) -> None:
+    enum: EnumDescriptor
+    for enum in found:
+        enums[enum.full_name] = {value.name: str(value.number) for value in enum.values}
+
+
+def _method(method: MethodDescriptor) -> str:
+    request, reply = (
+        ("stream " if streams else "") + message.full_name
+        for streams, message in (
+            (method.client_streaming, method.input_type), (method.server_streaming, method.output_type),
+        )
+    )  # fmt: skip
+    return f"{request} -> {reply}"
+
+
+def _field(descriptor: FieldDescriptor) -> str:
+    named = descriptor.message_type or descriptor.enum_type
+    parts = [str(descriptor.number), "repeated" if descriptor.is_repeated else ""]
+    parts.append(named.full_name if named is not None else FIELD_TYPES[descriptor.type])
+    oneof = descriptor.containing_oneof
+    if oneof is not None:
+        parts.append("optional" if oneof.name == f"_{descriptor.name}" else f"oneof {oneof.name}")
+    return " ".join(part for part in parts if part)
 
 
 if __name__ == "__main__":
-    SNAPSHOT.write_text(as_text(collect()), encoding="utf-8")
+    SNAPSHOT.write_text(json.dumps(collect(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"wrote {SNAPSHOT.relative_to(ROOT)}")

@@ -3,8 +3,8 @@
 PyTorch's CPU product of a few rows with a weight as checkpoints store it reaches a fraction of the memory bandwidth.
 Two other layouts do better: for one or two rows the transpose, contiguous (where there are at least as many outputs as
 inputs), from three rows on oneDNN's own blocked layout. Models up to `_BOTH_LAYOUTS_BYTES` keep both, larger ones the
-blocked one alone; docs/LOG.md has the figures. The checkpoint is not touched; results differ from `nn.Linear` by
-rounding alone. Called by `engine.loader` and `engine.model.llama_stack`.
+blocked one alone; docs/history/log.md has the figures. The checkpoint is not touched; results differ from `nn.Linear`
+by rounding alone. Called by `engine.loader` and `engine.model.llama_stack`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many CPU threads a step takes, by measurement: one, all cores but one, or all.
 
 A step waits for its slowest thread, and coordinator, store and client run beside it: where they have no core left, a
-step that is faster by itself makes slower rounds (docs/LOG.md), unless it is faster by far. Not here: threads that the
-caller has set, which stay. Called by `engine.loader`, on a worker that nobody uses yet.
+step that is faster by itself makes slower rounds (docs/history/log.md), unless it is faster by far. Not here: threads
+that the caller has set, which stay. Called by `engine.loader`, on a worker that nobody uses yet.
 """
 
 from __future__ import annotations

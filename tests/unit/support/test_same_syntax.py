@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.support.same_syntax import code_of
+import subprocess
+from pathlib import Path
+
+from tests.support.same_syntax import code_of, differing_files, first_difference
 
 BEFORE = '''
 """A module."""
@@ -37,3 +40,29 @@ def test_a_changed_annotation_or_expression_is_other_code() -> None:
     assert code_of(BEFORE, ignore_messages=True) != code_of(CODE, ignore_messages=True)
     changed_expression = BEFORE.replace("{by}", "{by + 1}")
     assert code_of(BEFORE, ignore_messages=True) != code_of(changed_expression, ignore_messages=True)
+
+
+def test_the_first_differing_definition_is_named() -> None:
+    assert first_difference(BEFORE, PROSE) is None
+    assert first_difference(BEFORE, CODE) == "Box"
+    assert first_difference(BEFORE, f"{BEFORE}\nLIMIT = 3\n") == "line 15: LIMIT = 3"
+
+
+def test_renamed_files_are_compared_with_what_they_were_and_new_files_are_named(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "box.py").write_text(BEFORE)
+    git("add", ".")
+    git("commit", "-m", "Add a box")
+    git("mv", "box.py", "container.py")
+    (tmp_path / "container.py").write_text(PROSE)
+    assert not differing_files("HEAD", None, root=tmp_path)
+    (tmp_path / "new.py").write_text("SIZE = 1\n")
+    git("add", ".")
+    git("commit", "-m", "Move the box")
+    assert differing_files("HEAD~1", "HEAD", root=tmp_path) == [("new.py", "added")]
+    (tmp_path / "container.py").write_text(CODE)
+    assert differing_files("HEAD", None, root=tmp_path) == [("container.py", "Box")]

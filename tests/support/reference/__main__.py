@@ -1,0 +1,58 @@
+"""`python -m tests.support.reference [--check]`: write what the documentation takes from the code, or compare it.
+
+Written are the pages of docs/reference that describe code, and the tables and the picture that show kept measurements.
+`make reference` runs it. `tests/unit/docs/test_generated_pages.py` makes the same comparison.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from tests.support.reference import command_line, configuration, errors, figures, grpc_api, metrics, speed_chart
+
+COMMAND = "make reference"
+
+#: Whole files, by their path from the root of the repository.
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/reference/command-line.md": command_line.page,
+    "docs/reference/configuration.md": configuration.page,
+    "docs/reference/errors.md": errors.page,
+    "docs/reference/grpc-api.md": grpc_api.page,
+    "docs/reference/metrics.md": metrics.page,
+    "docs/speed.svg": speed_chart.chart,
+}
+
+#: Pages of which only the tables of figures are written.
+PAGES_WITH_FIGURES = ("README.md", "docs/performance.md")
+
+
+def main(argv: list[str]) -> int:
+    """Write what differs from the code, or only report it with `--check`; return the exit code."""
+    is_check = argv == ["--check"]
+    drifted = [(name, text) for name, text in expected() if text != committed(name)]
+    for name, text in drifted:
+        if is_check:
+            print(f"error: {name} differs from the code: run {COMMAND}", file=sys.stderr)
+        else:
+            (figures.ROOT / name).write_text(text, encoding="utf-8")
+            print(f"wrote {name}")
+    return 1 if is_check and drifted else 0
+
+
+def expected() -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of every file as it should be."""
+    for name, page in PAGES.items():
+        yield name, page()
+    for name in PAGES_WITH_FIGURES:
+        yield name, figures.fill(committed(name))
+
+
+def committed(name: str) -> str:
+    """Return the text of a file, or "" where it does not exist."""
+    path = figures.ROOT / name
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

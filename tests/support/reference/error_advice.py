@@ -1,0 +1,40 @@
+"""What a user does about each error reason, for the errors page. A new reason without a line fails the page."""
+
+from __future__ import annotations
+
+ADVICE = {
+    "CLIENT_CLOSED": "The program closed the client before the call ended. Raised by the Python client only.",
+    "CONTEXT_TOO_LONG": "Shorten the prompt or lower `max_new_tokens`. The message has the limit.",
+    "COORDINATOR_UNAVAILABLE": "Nothing serves at the endpoint. Start `specdec up`, or name another endpoint with "
+    "`--endpoint` or `SPECDEC_ENDPOINT`. Raised by the Python client only.",
+    "DEADLINE_EXCEEDED": "The `timeout` of the call has passed. Raised by the Python client only.",
+    "DRAINING": "The process is shutting down. Try again: another process takes the call.",
+    "FORBIDDEN": "Reserved for authorisation. No service returns it yet.",
+    "INTERNAL": "A fault of specdec. The log has the traceback under the request id.",
+    "INVALID_REQUEST": "The request cannot succeed as it is. The message names the field, the value and the limit.",
+    "KV_EXHAUSTED": "Give replicas more memory for KV (`--kv-cache-bytes`, `--gpu-memory-utilization`; under "
+    "`specdec up` the same flags with `-target` or `-draft`), or start more replicas.",
+    "KV_MISS": "The replica lacks tokens of the session, and the caller sends them. Internal to the draft and target "
+    "links.",
+    "LEASE_LOST": "Another coordinator owns the session now. The Python client resumes there.",
+    "NO_CHAT_TEMPLATE": "The tokenizer has no chat template. Send a prompt instead of messages.",
+    "POOL_NOT_FOUND": "No draft pool has this name. `specdec pools` lists the names.",
+    "QUEUE_FULL": "The coordinator runs `--max-queue` requests, or the reader of a stream fell 2,048 tokens behind and "
+    "was cut off. Try again; resume a stream with `resume_from` after the last token that was read.",
+    "QUOTA_EXCEEDED": "The Ray cluster has no room for a replica. The message has what it needs and what is free.",
+    "REPLICA_BUSY": "The draft replica serves sessions and does not score now. Internal to the draft link.",
+    "REPLICA_UNAVAILABLE": "No target replica answers, or its device hangs. Look at `specdec status`, then at the "
+    "health and the log of the target replicas.",
+    "SESSION_BUSY": "A session runs one request at a time. Wait, or join the running request with its `request_id`. "
+    "The lease of a coordinator that died ends after `--lease-ttl-s`.",
+    "SESSION_LOST": "The session holds other tokens than the caller expects: it expired, it was deleted, or Redis lost "
+    "writes. Resume its last request, send the whole conversation, or begin a new session with "
+    "`expected_session_tokens` 0.",
+    "SESSION_NOT_FOUND": "The session does not exist: it expired, it was deleted, or the id is wrong.",
+    "STALE_EPOCH": "The call is older than one that the replica has seen. Internal to the draft and target links.",
+    "STORE_UNAVAILABLE": "Redis does not answer at `--redis-url`.",
+    "UNAUTHENTICATED": "Reserved for authentication. No service returns it yet.",
+    "UNSUPPORTED": "This build or this model cannot do what was asked. The message says what can.",
+    "VOCABULARY_MISMATCH": "Target and tokenizer must share one id-to-token map. A draft must share it, too, unless it "
+    "is started with `--for-tokenizer` and has tokens in common. The message has the fingerprints.",
+}

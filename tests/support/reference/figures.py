@@ -1,0 +1,191 @@
+"""Tables of measured figures in README.md and docs/performance.md, read from bench/results.
+
+A table stands between `<!-- figures NAME -->` and `<!-- end of figures -->`. Every number in it was printed by a
+command of the repository. Not here: the picture at the top of README.md (`speed_chart`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support.reference.markdown import paragraph
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "bench" / "results"
+PLACE = re.compile(r"(?P<begin><!-- figures (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
+
+Record = dict[str, Any]
+
+#: Tables of the suite `peers`: all ratios, and as many as the README has room for.
+_PEERS = ("peers", "peers-summary")
+_SUMMARY_ROWS = 6
+
+
+class Comparison(NamedTuple):
+    """A ratio of one run: which record it is, and how the table names the two sides."""
+
+    suite: str
+    case: str
+    """Beginning of the record's case."""
+    system: str
+    ratio_to: str
+    what: str
+    ours: str
+    other: str
+    metric: str = "tokens_per_s_ratio"
+
+
+_DEEP = "deep(18, 0.02), 1 stream, greedy"
+_SMOL = "SmolLM2-135M-Instruct, one stream"
+_REPEATS = "deep(18, 0.02), text that repeats"
+_ONE_STREAM = "one stream, greedy"
+
+TABLES: dict[str, Sequence[Comparison]] = {
+    "summary": (
+        Comparison("latency", _DEEP, "specdec", "hf_plain", _ONE_STREAM, "draft model", "Transformers"),
+        Comparison("latency", _DEEP, "specdec", "hf_assisted", _ONE_STREAM, "draft model", "Transformers, assisted"),
+        Comparison("latency", _DEEP, "specdec", "specdec_target_only", _ONE_STREAM, "draft model", "specdec, no draft"),
+        Comparison("drafts", _REPEATS, "suffix", "target_only", "text that repeats", "`suffix`", "specdec, no draft"),
+        Comparison(
+            "throughput", "deep(18, 0.02), 16 streams", "specdec", "hf_padded_batch",
+            "16 streams", "draft model", "Transformers, padded batch",
+        ),
+        Comparison("real", _SMOL, "specdec", "hf_plain", "SmolLM2 135M, one stream", "no draft", "Transformers"),
+        Comparison("real", _SMOL, "specdec_bf16", "llama.cpp_bf16", "SmolLM2 135M, bf16", "no draft", "llama.cpp"),
+    ),
+    "latency": (
+        Comparison("latency", _DEEP, "specdec", "hf_plain", _ONE_STREAM, "draft model", "Transformers"),
+        Comparison("latency", _DEEP, "specdec", "hf_assisted", _ONE_STREAM, "draft model", "Transformers, assisted"),
+        Comparison(
+            "latency", _DEEP, "specdec", "hf_prompt_lookup", _ONE_STREAM, "draft model", "Transformers, prompt lookup"
+        ),
+        Comparison("latency", _DEEP, "specdec_target_only", "hf_plain", _ONE_STREAM, "no draft", "Transformers"),
+        Comparison("latency", _DEEP, "specdec", "specdec_target_only", _ONE_STREAM, "draft model", "no draft"),
+        Comparison(
+            "latency", "demo pair, 1 stream, T = 1", "specdec", "hf_assisted",
+            "demo pair, T = 1", "draft model", "Transformers, assisted",
+        ),
+        Comparison(
+            "latency", "demo pair, 1 stream, greedy", "int8", "float32", "demo pair, no draft", "int8", "float32"
+        ),
+    ),
+    "throughput": tuple(
+        Comparison(
+            "throughput", f"deep(18, 0.02), {streams} streams", "specdec", "specdec_target_only",
+            f"{streams} streams", "draft model, gamma auto", "no draft",
+        )
+        for streams in (1, 2, 4, 8, 16, 32, 64)
+    ),
+    "drafts": (
+        Comparison("drafts", _REPEATS, "suffix", "target_only", "text that repeats", "`suffix`", "no draft"),
+        Comparison("drafts", _REPEATS, "ngram", "target_only", "text that repeats", "`ngram`", "no draft"),
+        Comparison(
+            "drafts", _REPEATS, "suffix", "hf_prompt_lookup", "text that repeats", "`suffix`",
+            "Transformers, prompt lookup",
+        ),
+        Comparison("drafts", _DEEP, "eagle3_local", "target_only", _ONE_STREAM, "EAGLE-3 head", "no draft"),
+        Comparison(
+            "drafts", _DEEP, "eagle3_local", "draft_model_remote", _ONE_STREAM, "EAGLE-3 head", "draft model"
+        ),
+        Comparison(
+            "drafts", "deep(18, 0.02), greedy, 1 stream, 3 layers with adapter", "early_exit", "target_only",
+            _ONE_STREAM, "early exit with adapter", "no draft",
+        ),
+        Comparison(
+            "drafts", "deep(18, 0.02), mixed requests", "route_auto", "best_single_pool (ngram)",
+            "code, prose and repeating text", "`--route auto`", "`ngram` for all",
+        ),
+    ),
+    "real": (
+        Comparison("real", _SMOL, "specdec", "hf_plain", "one stream", "Q4_1 file", "Transformers"),
+        Comparison("real", _SMOL, "specdec", "llama.cpp_q4_1", "one stream", "Q4_1 file", "llama.cpp, Q4_1"),
+        Comparison("real", _SMOL, "specdec_bf16", "llama.cpp_bf16", "one stream", "bfloat16", "llama.cpp, bfloat16"),
+        Comparison("real", _SMOL, "specdec_int8", "llama.cpp_q8_0", "one stream", "int8", "llama.cpp, Q8_0"),
+        Comparison(
+            "real", "SmolLM2-135M-Instruct, 8 streams", "specdec", "hf_padded_batch",
+            "8 streams", "Q4_1 file", "Transformers, padded batch",
+        ),
+    ),
+}  # fmt: skip
+
+
+def fill(text: str) -> str:
+    """Return a page with its tables written anew."""
+    return PLACE.sub(lambda place: place["begin"] + "\n" + table(place["name"]) + "\n" + place["end"], text)
+
+
+def table(name: str) -> str:
+    """Return a table with a line that says where and how it was measured.
+
+    Raises:
+        LookupError: no table has the name, or a record is missing from bench/results.
+    """
+    rows = peer_rows(None if name == "peers" else _SUMMARY_ROWS) if name in _PEERS else TABLES[name]
+    if not rows:
+        return "`python -m bench peers` prints this table; no run is kept in the repository yet.\n"
+    found = [(row, record(row)) for row in rows]
+    lines = ["| Case | specdec with | compared with | times as fast (95 % interval) |", "|---|---|---|---|"]
+    lines += [f"| {row.what} | {row.ours} | {row.other} | {_ratio(each)} |" for row, each in found]
+    return "\n".join([*lines, "", sources([each for _, each in found])]) + "\n"
+
+
+def sources(shown: Sequence[Record]) -> str:
+    """Return a paragraph with hardware, commands and dates of the records."""
+    newest = {each["suite"]: each for each in sorted(shown, key=lambda each: str(each["date"]))}
+    by_hardware: dict[str, list[str]] = {}
+    for suite, each in newest.items():
+        command = f"`python -m bench {suite}` ({str(each['date'])[:10]})"
+        by_hardware.setdefault(each["hardware"], []).append(command)
+    return paragraph("; ".join(f"{hardware}: {', '.join(runs)}" for hardware, runs in by_hardware.items()))
+
+
+def record(row: Comparison) -> Record:
+    """Return the newest record of a comparison."""
+    found = [
+        each
+        for each in records(row.suite)
+        if (each["system"], each["ratio_to"], each["metric"]) == (row.system, row.ratio_to, row.metric)
+        and each["case"].startswith(row.case)
+    ]
+    if not found:
+        raise LookupError(f"bench/results/{row.suite}.json has no {row.metric} of {row.system} to {row.ratio_to}")
+    return max(found, key=lambda each: str(each["date"]))
+
+
+def rate(system: str) -> float:
+    """Return the tokens per second of a system of the latency suite, one greedy stream."""
+    found = [
+        each
+        for each in records("latency")
+        if (each["system"], each["metric"], each["case"]) == (system, "tokens_per_s", _DEEP)
+    ]
+    return float(max(found, key=lambda each: str(each["date"]))["value"])
+
+
+def peer_rows(limit: int | None) -> list[Comparison]:
+    """Return one row for each ratio that the suite `peers` kept, at most `limit`; none before its first run."""
+    if not (RESULTS / "peers.json").is_file():
+        return []
+    return [
+        Comparison(
+            "peers", each["case"], each["system"], each["ratio_to"], each["case"], each["system"], each["ratio_to"]
+        )
+        for each in records("peers")
+        if each["metric"] == "tokens_per_s_ratio" and each["ratio_to"]
+    ][:limit]
+
+
+@cache
+def records(suite: str) -> list[Record]:
+    """Return the kept records of a suite."""
+    found: list[Record] = json.loads((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _ratio(found: Record) -> str:
+    return f"**{found['value']:.2f}** ({found['low']:.2f} to {found['high']:.2f})"

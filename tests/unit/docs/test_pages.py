@@ -1,0 +1,119 @@
+"""Form of the documentation: length of lines and of the README, and links from outside of the site.
+
+`make docs` checks the links and anchors between the pages of the site.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+import specdec
+
+ROOT = Path(__file__).resolve().parents[3]
+MAX_COLUMNS = 120
+MAX_README_LINES = 180
+
+_ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+_HISTORY = ROOT / "docs" / "history"
+#: Pages that are wider until they are redrawn; a page that is not any more has to go from here.
+_STILL_WIDE = {"docs/architecture.md"}
+#: Pages for readers of today. The history keeps tables that are wider.
+PAGES = [*_ROOT_PAGES, *(path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.is_relative_to(_HISTORY))]
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (?P<text>.+)$", re.MULTILINE)
+#: Paths in the repository that a page names.
+_PATH = re.compile(r"(?<![\w./-])(?:tests|specdec|coordinator|draft_service|bench|examples|models|k8s|protos)/[\w./-]+")
+_WRITTEN_BY_COMMANDS = {"bench/results/gpu.json"}
+#: `docs/…` in code and other files that are no pages.
+_MENTION = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg)\b")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_no_line_is_longer_than_the_limit(path: Path) -> None:
+    long = [number for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > MAX_COLUMNS]
+    if name_of(path) in _STILL_WIDE:
+        assert long, f"take {name_of(path)} out of _STILL_WIDE"
+        pytest.skip("is still wide")
+    assert not long, f"{name_of(path)}: lines {long} have more than {MAX_COLUMNS} characters"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the site makes them."""
+    return {anchor_of(found["text"]) for found in _HEADING.finditer(_FENCED.sub("", page.read_text()))}
+
+
+def anchor_of(heading: str) -> str:
+    plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Return the links of a page's text that name no file, or no heading of it."""
+    broken = []
+    for found in _LINK.finditer(_FENCED.sub("", text)):
+        target, _, anchor = found["target"].partition("#")
+        if ":" in target:
+            continue
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append(found["target"])
+    return broken
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted(_HISTORY.rglob("*.md"))], ids=name_of)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    assert broken_links(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize("target", ["docs/missing.md", "docs/protocol.md#no-such-heading"])
+def test_a_broken_link_would_be_noticed(target: str) -> None:
+    assert broken_links(ROOT / "README.md", f"[text]({target})") == [target]
+
+
+def test_every_page_that_code_names_exists() -> None:
+    files = [
+        path
+        for top in (
+            "specdec",
+            "coordinator",
+            "draft_service",
+            "target_service",
+            "bench",
+            "protos",
+            "examples",
+            "models",
+        )
+        for pattern in ("*.py", "*.proto", "*.md", "*.h", "*.cpp")
+        for path in (ROOT / top).rglob(pattern)
+    ]
+    missing = {
+        f"{name_of(path)}: {mention}"
+        for path in files
+        for mention in _MENTION.findall(path.read_text())
+        if not (ROOT / mention).exists()
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if name_of(path) not in _STILL_WIDE], ids=name_of)
+def test_every_path_that_a_page_names_exists(path: Path) -> None:
+    named = {found.rstrip(".") for found in _PATH.findall(path.read_text())}
+    missing = {name for name in named if not (ROOT / name).exists()} - _WRITTEN_BY_COMMANDS
+    assert not missing
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"version: {specdec.__version__}\n" in (ROOT / "CITATION.cff").read_text()
