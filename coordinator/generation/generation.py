@@ -180,7 +180,7 @@ class Generation:
             self._note_prefixes()
             # A log shorter than what was shown is not left in order.
             await self._parts.store.release(
-                self._parts.lease, left=not isinstance(error, SessionLost), homes=self._parts.replicas.homes
+                self._parts.lease, left=not isinstance(error, SessionLost), locations=self._parts.replicas.homes
             )
         except NotFound as deletion:
             return deletion

@@ -69,7 +69,7 @@ async def read_logged_request(
         round_id=record.round_id,
         stats=decode_stats(stored.stats_json),
         finish_reason=stored.finish_reason,
-        homes=record.homes,
+        homes=record.locations,
     )
 
 

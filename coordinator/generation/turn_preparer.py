@@ -140,7 +140,7 @@ class TurnPreparer:
                 began=began,
                 agreed_len=prompt.keep,
                 is_new_session=is_new,
-                homes=fresh.homes,
+                homes=fresh.locations,
                 prefix_tokens=await self._prefixes.answer(looking_up),
             )
         except BaseException as error:

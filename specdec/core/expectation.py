@@ -1,7 +1,4 @@
-"""Expected tokens per round, from acceptance.
-
-Predictions only: nothing here decides a token. Called by the coordinator's choice of gamma and by `bench`.
-"""
+"""Expected tokens per round and acceptance probabilities, for predictions in `bench` and for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def expected_tokens_per_round(acceptance_per_position: Sequence[float]) -> float:
-    """E = 1 + sum over i of P(num_accepted >= i).
+    """Return E = 1 + sum over i of P(num_accepted >= i).
 
     Args:
         acceptance_per_position: for i = 1..gamma, the probability in [0, 1] that draft token i is accepted given that
@@ -24,7 +21,7 @@ def expected_tokens_per_round(acceptance_per_position: Sequence[float]) -> float
 
 
 def acceptance_probability(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
-    """Probability that token-wise rejection accepts a draw of q (float64 [V]) under p: sum of min(p, q).
+    """Return the probability that token-wise rejection accepts a draw of q (float64 [V]) under p: sum of min(p, q).
 
     Source: Leviathan et al. 2023, theorem 3.5.
     """
@@ -32,7 +29,7 @@ def acceptance_probability(p: NDArray[np.float64], q: NDArray[np.float64]) -> fl
 
 
 def coupled_acceptance_probability(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
-    """Probability that Gumbel-coupled draws of p and q (float64 [V]) agree.
+    """Return the probability that Gumbel-coupled draws of p and q (float64 [V]) agree.
 
     sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x), over x with p_x and q_x above 0.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-#: Container objects more than were freed, until the cyclic collector looks for garbage among the youngest.
+#: Number of container objects, allocated minus freed, after which the collector scans the youngest generation.
 _GC_ALLOCATIONS = 50_000
 
 #: It takes a tenth of a process's start: not for one that may be gone soon.
@@ -41,9 +41,9 @@ _OWN_MEMORY = re.compile(
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """For imports that take seconds: a third of those is the cyclic collector's, which walks all of it again and again.
+    """Switch the cyclic garbage collector off during long imports, of which it takes a third of the time.
 
-    What is there by the end it never looks at.
+    The objects that exist at the end are never scanned afterwards.
     """
     gc.disable()
     try:

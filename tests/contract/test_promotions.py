@@ -141,7 +141,7 @@ async def test_a_record_that_is_none_is_refused_by_name_and_can_be_replaced(stor
         b'{"pool": "a", "share": 1, "most": 1, "status": ["done"]}',
     ):
         await write(store, record)
-        with pytest.raises(Internal, match="promote one anew"):
+        with pytest.raises(Internal, match="promote a draft pool again"):
             await canary.look_at_store()
         assert await canary.promote("new", 1.0) is not None
 
@@ -167,7 +167,7 @@ async def test_a_record_that_is_none_is_told_once_and_what_follows_it_is_followe
         await eventually(lambda: canary.promotion is not None)
     await canary.close()
     assert [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()] == [
-        "the store's promotion of a draft pool cannot be read; promote one anew"
+        "the promotion record in the store cannot be read; promote a draft pool again"
     ]
 
 

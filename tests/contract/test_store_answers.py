@@ -25,7 +25,7 @@ async def test_a_session_that_cannot_be_had_is_named_and_so_is_the_field(
     with pytest.raises(SessionBusy, match=f"^session '{session_id}' is running another request$") as busy:
         await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=True)
     assert busy.value.field == "session_id"
-    with pytest.raises(NotFound, match=f"^there is no session '{session_id}-2'$") as missing:
+    with pytest.raises(NotFound, match=f"^session '{session_id}-2' does not exist$") as missing:
         await store.acquire(f"{session_id}-2", owner="other", ttl_s=LONG_TTL_S, create=False)
     assert missing.value.field == "session_id"
 
@@ -34,7 +34,7 @@ async def test_a_lost_lease_is_told_with_its_session_and_its_epoch(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await forget_session(raw, session_id)
-    told = f"^the lease of session '{session_id}' at epoch {lease.epoch} is not ours any more$"
+    told = f"^the lease of session '{session_id}' at epoch {lease.epoch} is lost$"
     for call in (
         store.renew(lease),
         store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1)),

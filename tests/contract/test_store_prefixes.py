@@ -136,32 +136,32 @@ async def test_where_a_session_was_left_is_read_with_its_record(store: SessionSt
     await store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1, 2, 3))
     record = await store.load(session_id)
     assert record is not None
-    assert record.homes == ()
-    homes = (KvLocation("0123abcd", 17), KvLocation("fedc", 3))
-    await store.release(lease, homes=homes)
+    assert record.locations == ()
+    locations = (KvLocation("0123abcd", 17), KvLocation("fedc", 3))
+    await store.release(lease, locations=locations)
     record = await store.load(session_id)
     assert record is not None
-    assert record.homes == homes
+    assert record.locations == locations
 
 
 async def test_who_does_not_say_where_a_session_is_leaves_what_was_said(store: SessionStore, session_id: str) -> None:
-    homes = (KvLocation("0123abcd", 17),)
+    locations = (KvLocation("0123abcd", 17),)
     lease = await store.acquire(session_id, owner="a", ttl_s=LONG_TTL_S, create=True)
-    await store.release(lease, homes=homes)
+    await store.release(lease, locations=locations)
     lease = await store.acquire(session_id, owner="b", ttl_s=LONG_TTL_S, create=False)
     await store.release(lease)
     record = await store.load(session_id)
     assert record is not None
-    assert record.homes == homes
+    assert record.locations == locations
 
 
 async def test_who_has_lost_the_lease_does_not_say_where_the_session_is(store: SessionStore, session_id: str) -> None:
     old = await store.acquire(session_id, owner="a", ttl_s=LONG_TTL_S, create=True)
     await store.acquire(session_id, owner="a", ttl_s=LONG_TTL_S, create=False)
-    await store.release(old, homes=[KvLocation("0123abcd", 17)])
+    await store.release(old, locations=[KvLocation("0123abcd", 17)])
     record = await store.load(session_id)
     assert record is not None
-    assert record.homes == ()
+    assert record.locations == ()
 
 
 @pytest.mark.parametrize("text", ["", " ", "abc", ":5", "a:", "a:-1", "a:x", "a:99999999999999999999", "a:\u0663"])
@@ -170,4 +170,4 @@ async def test_what_is_no_home_is_none(store: SessionStore, raw: RedisConnection
     await raw.run_command("HSET", f"specdec:default:{{{session_id}}}:meta", "homes", text)
     record = await store.load(lease.session_id)
     assert record is not None
-    assert record.homes == ()
+    assert record.locations == ()

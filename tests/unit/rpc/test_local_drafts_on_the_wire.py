@@ -100,5 +100,5 @@ def test_a_request_travels_whole_and_is_checked() -> None:
         codec.decode_verify_request(message, limits)
     message.local_draft.gamma = 2
     message.draft_token_ids.append(4)
-    with pytest.raises(InvalidRequest, match="without draft_token_ids"):
+    with pytest.raises(InvalidRequest, match="with draft_token_ids"):
         codec.decode_verify_request(message, limits)

@@ -130,7 +130,7 @@ async def test_a_replica_serves_while_its_registry_is_away_and_ends_in_order(cap
     async with asyncio.timeout(20):
         while "listening" not in [record.message for record in caplog.records]:
             await asyncio.wait([replica.task], timeout=0.01)
-        assert "not in the registry yet: the store at redis://127.0.0.1:1" in caplog.text
+        assert "cannot register yet, trying again: the store at redis://127.0.0.1:1" in caplog.text
         replica.stop.set()
         await replica.task
     assert replica.engine.given_up["closed"].is_set()
