@@ -37,7 +37,7 @@ SCORED_GAMMA = 8
 
 
 class Mode(IntEnum):
-    """How a request speculates; values equal the proto's `SpeculationMode`."""
+    """Speculation mode of a request; values equal the proto's `SpeculationMode`."""
 
     OFF = 1
     REJECTION = 2
@@ -131,7 +131,7 @@ class SessionPosition:
     tenant: str = DEFAULT_TENANT
     """Tenant that owns the session. On a replica `session_id` is unique among all tenants (`specdec.tenant`)."""
     is_timed: bool = False
-    """Whether the answer carries `Stages`."""
+    """Set if the answer shall carry `Stages`."""
 
     @property
     def committed_len(self) -> int:

@@ -1,7 +1,7 @@
 """Counter-based random numbers: every draw is a function of its key alone (docs/protocol.md section 4).
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), key = request seed, counter = (turn,
-committed length at the round's start, index in the round, stream). There is no generator state to share, save or lose.
+committed length at the round's start, index in the round, stream). No generator state has to be shared, saved or lost.
 Called wherever a token is drawn; `specdec.engine.logits.rows` runs the same computation on int64 tensors.
 """
 

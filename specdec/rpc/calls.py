@@ -19,7 +19,7 @@ MAX_OWED = 4096
 
 @dataclass(slots=True)
 class WireStats:
-    """What calls cost on the wire, however they ended."""
+    """Bytes and times of calls on the wire, however the calls ended."""
 
     num_bytes: int = 0
     """Serialised request items sent and reply items received."""
@@ -31,7 +31,7 @@ class WireStats:
 
 @dataclass(slots=True)
 class CallTimeout:
-    """How long a call waits for its answer."""
+    """Time limits of a call's answer."""
 
     silence_s: float
     """Longest time since the call began or the replica last answered any call of the stream, whichever is later."""
@@ -49,7 +49,7 @@ class PendingCall:
     wire: WireStats
     answer: asyncio.Future[Any]
     started_at: float
-    """By the event loop's clock."""
+    """Time at which the call began, by the event loop's clock."""
     timer: asyncio.TimerHandle | None = None
     """Timer of the call's `CallTimeout`."""
     is_given_more: bool = False
@@ -101,7 +101,7 @@ class OpenCalls:
         """Return the call that an answer belongs to, or None if the call was cancelled.
 
         Raises:
-            UnexpectedReply: there is no such call, or it has been answered before.
+            UnexpectedReply: the call does not exist, or it has been answered before.
         """
         call = self._pending.get(call_id)
         if call is None or call.is_answered:

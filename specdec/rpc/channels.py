@@ -1,4 +1,4 @@
-"""How an address is dialled and how a port is opened: in plaintext, everywhere.
+"""Channels and ports: every address is dialled and bound here, in plaintext.
 
 Every connection of the product goes through these functions, so transport security has one place. Called by links, the
 server, the client and the command line; it loads gRPC and nothing heavier.

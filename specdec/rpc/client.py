@@ -37,6 +37,9 @@ from specdec.v1 import common_pb2, draft_pb2, target_pb2
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
+#: Time limit of `info`, `release` and `score`; streamed calls have none of their own.
+_CALL_TIMEOUT_S = 5.0
+
 #: Upper bound of the tag and length in front of an item in its frame.
 _FRAME_OVERHEAD_BYTES = 16
 
@@ -58,20 +61,18 @@ class _Link(Generic[RequestT, ReplyT]):
     _frame_type: type[Message]
     """Type of a frame of replies."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = 4 << 20, call_timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, *, max_message_bytes: int = 4 << 20) -> None:
         """
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
             max_message_bytes: the replica's limit. A larger item is refused here, because on the wire it would break
                 the stream for the other calls.
-            call_timeout_s: for `info`, `release` and `score`; streamed calls have no timeout of their own.
         """
         self.address = address
         self.transports = TransportSelector(address, self._stream_method)
         self._max_message_bytes = max_message_bytes
-        self._call_timeout_s = call_timeout_s
         self._streams: dict[tuple[str, bool], ReplicaStream] = {}
-        """By the model's fingerprint and whether the stream uses the device-thread socket."""
+        """Open streams by the model's fingerprint and whether the stream uses the device-thread socket."""
         self.on_handshake: Callable[[str], None] = lambda incarnation: None
         """Called once per stream with the incarnation of the process that answers it."""
         self.heard_at = 0.0
@@ -201,7 +202,7 @@ class _Link(Generic[RequestT, ReplyT]):
         # Without serializers: gRPC would log a traceback for bytes that it cannot read, and return None.
         call: Any = self.transports.channel().unary_unary(f"{service}/{method}")
         try:
-            answer = await call(request.SerializeToString(), timeout=self._call_timeout_s)
+            answer = await call(request.SerializeToString(), timeout=_CALL_TIMEOUT_S)
             check_num_fields(answer, answer_type)
             return answer_type.FromString(answer)
         except asyncio.CancelledError:

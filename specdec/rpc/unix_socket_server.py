@@ -197,7 +197,7 @@ class UnixSocketConnection(asyncio.Protocol):
 
     async def _reply(self, item: Any, received_s: float) -> None:
         self._replies.append((await self._host.frames.reply_to(item, received_s), received_s))
-        if len(self._in_flight) == 1:  # there is no other reply to share a frame with
+        if len(self._in_flight) == 1:  # no other reply can share the frame
             self._flush()
         else:
             self._kick()

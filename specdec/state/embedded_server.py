@@ -160,7 +160,7 @@ def own_scripts() -> frozenset[bytes]:
 
 
 def _strip_lua(fake_server: Any) -> None:
-    """Remove from the Lua interpreter everything that leads out of it. Raises if there is no interpreter."""
+    """Remove from the Lua interpreter everything that leads out of it. Raises if the interpreter does not exist."""
     with FakeRedis(server=fake_server, protocol=2) as client:
         client.eval("return 1", 0)  # creates the interpreter
         client.script_flush()

@@ -38,7 +38,7 @@ class KvLink:
             url: redis://, rediss:// or unix://.
         """
         self.is_up = False
-        """Whether Redis answered the last command."""
+        """Set while Redis answers."""
         self.retry_s = FIRST_RETRY_S
         """While it is not up: time until it is tried again."""
         self.when_down: Callable[[], None] = lambda: None

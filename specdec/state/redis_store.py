@@ -203,7 +203,7 @@ class RedisReplicaRegistry:
         """Open no connection yet. Raises InvalidRequest unless the URL is redis://, rediss://, unix:// or memory://."""
         self._connection = RedisConnection(url)
         self._skipped: dict[str, dict[bytes, str]] = {}
-        """By role: the records that were skipped at the last read, with the reasons."""
+        """Records that were skipped at the last read, with the reasons, by role."""
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine

@@ -26,7 +26,7 @@ class Lease:
     epoch: int
     ttl_s: float
     was_left: bool = False
-    """Whether the previous owner had given the session back in order (`SessionRecord.was_left`)."""
+    """Set if the previous owner gave the session back in order (`SessionRecord.was_left`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class SessionRecord:
     """Owner of the live lease, or ""."""
     expires_in_s: float
     was_left: bool = False
-    """Whether the last owner gave the session back in order; false if it died or the store lost its last writes."""
+    """Set if the last owner gave the session back in order; unset if it died or the store lost its last writes."""
     locations: tuple[KvLocation, ...] = ()
     """KV locations that the last owner stated when it gave the session back."""
 
