@@ -1,4 +1,4 @@
-"""What goes into the codec comes out of it, and nothing malformed gets through."""
+"""The codec preserves every field, and refuses malformed messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COUPLED = DrawRule.COUPLED
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality that looks into dataclasses, tuples and arrays."""
+    """Return whether two values are equal, with the contents of dataclasses, tuples and arrays."""
     if is_dataclass(left):
         return type(left) is type(right) and all(
             same(getattr(left, field.name), getattr(right, field.name)) for field in fields(left)
@@ -186,7 +186,7 @@ def test_a_gamma_outside_the_limits_is_refused(gamma: int) -> None:
         codec.decode_propose_request(message, LIMITS)
 
 
-def test_a_session_beyond_the_context_says_so() -> None:
+def test_a_session_beyond_the_context_is_refused_with_the_reason() -> None:
     message = codec.encode_verify_request(verify_request(4, num_tokens=CONTEXT - 3), 1)
     with pytest.raises(InvalidRequest) as caught:
         codec.decode_verify_request(message, LIMITS)
@@ -251,7 +251,7 @@ def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> Non
 
     largest = decode_proposal(answer(MAX_SUPPORT), request).supports[0]
     certain = distribution_row(np.eye(1, MAX_SUPPORT)[0], largest.token_ids, 0.5)
-    # p is token 0 alone: all that q lacks of it is the residual, exactly.
+    # p is token 0 alone, so the residual is exactly what q lacks of it.
     residual = residual_weights(largest, certain)
     assert residual[0] == WEIGHT_TOTAL * 65_535 * (MAX_SUPPORT - 1)
     assert not residual[1:].any()
@@ -297,7 +297,7 @@ async def test_a_malformed_reply_of_a_frame_fails_alone() -> None:
     assert same(answers[3], decode_proposal(proposal_messages[3], requests[3]))
 
 
-async def test_supports_are_sent_on_as_they_came() -> None:
+async def test_supports_are_forwarded_in_the_message_they_came_in() -> None:
     request = ProposeRequest(make_round(), gamma=3)
     message = proposals.encode_proposal(await ArithmeticDraft().propose(request), 1)
     draft = decode_proposal(message, request)

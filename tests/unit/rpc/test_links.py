@@ -205,7 +205,7 @@ async def test_cancelling_one_call_disturbs_no_other() -> None:
         assert (await link.propose(ask())).kv_len == 5  # the late reply to the first was dropped
 
 
-async def test_a_call_cancelled_before_it_was_sent_never_leaves() -> None:
+async def test_a_call_cancelled_before_it_was_sent_is_never_sent() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         await link.propose(ask("first"))
         given_up = asyncio.create_task(link.propose(ask("given up")))
@@ -215,7 +215,7 @@ async def test_a_call_cancelled_before_it_was_sent_never_leaves() -> None:
         assert replica.engine.seen == ["first", "kept"]
 
 
-async def test_nobody_listening_is_unavailable_and_names_the_address() -> None:
+async def test_an_address_without_a_listener_is_unavailable_and_named() -> None:
     async with DraftReplica() as replica:
         address = replica.server.address
     link = DraftLink(address)
@@ -256,7 +256,7 @@ async def test_a_closed_link_fails_its_calls_and_the_replica_drops_them() -> Non
         await link.close()
 
 
-async def test_a_peer_that_asks_without_reading_is_not_read_without_end() -> None:
+async def test_a_peer_that_does_not_read_its_answers_is_read_up_to_a_limit() -> None:
     num_asked, num_answered = 0, 0
 
     async def ask_without_end() -> AsyncIterator[draft_pb2.ProposeFrame]:
@@ -290,7 +290,7 @@ async def test_a_peer_that_asks_without_reading_is_not_read_without_end() -> Non
     assert num_answered == 3 * MAX_OPEN_ITEMS
 
 
-async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_stream() -> None:
+async def test_draining_answers_calls_in_flight_refuses_new_ones_and_ends_the_stream() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         in_flight = asyncio.create_task(link.propose(ask("hold")))
         await replica.engine.asked["hold"].wait()
@@ -301,7 +301,7 @@ async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_
         stopping = asyncio.create_task(replica.stop(60))
         replica.engine.release_held.set()
         assert (await in_flight).kv_len == 5
-        await stopping  # well before its grace: the stream ended by itself
+        await stopping  # well before the grace period ends: the stream ended by itself
         assert replica.engine.seen == ["hold"]
 
 
@@ -332,7 +332,7 @@ async def test_a_100_megabyte_message_is_refused_clearly_and_leaves_nothing() ->
 
 
 async def test_large_requests_of_one_turn_are_spread_over_frames() -> None:
-    """Forty requests of 200 KB are 8 MB: one frame of them would be refused, and would take them all down."""
+    """Forty requests of 200 KB are 8 MB; one frame of them would be refused and fail all calls."""
     async with DraftReplica() as replica, draft_link(replica) as link:
         replies = await asyncio.gather(*(link.propose(ask(f"big {index}", num_tokens=110_000)) for index in range(40)))
         assert [reply.kv_len for reply in replies] == [110_002] * 40
@@ -366,18 +366,18 @@ async def test_calls_are_counted_by_outcome() -> None:
         assert value("specdec:num_requests_running", labels) == 0
 
 
-async def test_a_description_that_is_awaited_when_the_link_is_closed_fails_as_any_other() -> None:
+async def test_a_pending_description_fails_when_the_link_is_closed() -> None:
     async with silent_service() as address:
         link = DraftLink(address)
         asking = asyncio.create_task(link.info())
-        done, _ = await asyncio.wait([asking], timeout=0.3)  # it is under way
+        done, _ = await asyncio.wait([asking], timeout=0.3)  # the call is in flight
         assert not done
         await link.close()
         with pytest.raises(errors.Unavailable, match="the link was closed"):
             await asking
 
 
-async def test_a_description_may_be_cancelled() -> None:
+async def test_a_pending_description_can_be_cancelled() -> None:
     async with silent_service() as address:
         link = DraftLink(address)
         asking = asyncio.create_task(link.info())

@@ -90,7 +90,7 @@ def test_a_service_that_stays_has_its_memory_gathered_and_ends_without_waiting_f
     assert gathered.wait(10.0)
 
 
-def test_the_collector_rests_while_much_is_imported_and_not_longer() -> None:
+def test_the_collector_is_off_during_imports_only() -> None:
     def fail() -> None:
         with memory.collector_at_rest():
             assert not gc.isenabled()
