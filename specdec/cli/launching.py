@@ -180,10 +180,6 @@ class Launcher:
             self._metrics[name] = later_metrics_address(self._args, self._metrics.values())
         return ["--metrics", self._metrics[name]] if name in self._metrics else []
 
-    def metrics_address(self, name: str) -> str:
-        """Where a service that was started serves its metrics; "" where it does not."""
-        return self._metrics.get(name, "")
-
     def _replica_environ(self, role: str, num_alike: int) -> Mapping[str, str]:
         quiet = dict(_QUIET)
         # Draft and target work by turns, so a replica of each role may use all cores, and finds out whether it should.

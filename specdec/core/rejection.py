@@ -34,10 +34,6 @@ class Decision(NamedTuple):
     q: tuple[float, ...]
     """Probability with which each accepted token was drafted; 0 for the final token, and if q did not travel."""
 
-    @property
-    def num_emitted(self) -> int:
-        return len(self.token_ids)
-
 
 def entry_of(token_id: int, support: Support) -> int:
     """Return the index of a draft token in its support.

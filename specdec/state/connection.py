@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, NoScriptError, RedisError, TimeoutError
 
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.errors import InvalidRequest, Unavailable, Unsupported
 
 SCHEMES = ("redis", "rediss", "unix", "memory")
 
@@ -238,9 +239,25 @@ def _open_client(url: str) -> Any:
 
 def _open_in_memory(name: str) -> Any:
     # Imported here, because a service on a real Redis does not need it.
+    require_fakeredis("a memory:// store", "give --redis-url redis://HOST:PORT")
     from fakeredis import FakeAsyncRedis
 
     return FakeAsyncRedis(server=_memory_server(name), protocol=2)
+
+
+def require_fakeredis(store: str, instead: str) -> None:
+    """Raise Unsupported if the package of the embedded stores is not installed.
+
+    Args:
+        store: the store that needs it, for the message.
+        instead: the alternative to an installation, for the message.
+    """
+    if find_spec("fakeredis") is None:
+        raise Unsupported(
+            f"{store} needs the package fakeredis, which is not installed: {instead}, or run pip install "
+            "'specdec[embedded]'",
+            field="redis_url",
+        )
 
 
 @cache

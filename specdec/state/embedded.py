@@ -43,6 +43,11 @@ class EmbeddedRedis:
         raise OSError("the embedded store has ended")
 
     def __enter__(self) -> Self:
+        """Start the store. Raises Unsupported if its package is not installed."""
+        from specdec.state.connection import REDIS_VERSION, require_fakeredis
+
+        wanted = f"redis-server {REDIS_VERSION[0]} or later"
+        require_fakeredis(f"without {wanted}, the store of `specdec up`", f"install {wanted}")
         from specdec.state.embedded_server import EmbeddedServer
 
         self._path = make_socket_path()

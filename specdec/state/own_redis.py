@@ -4,8 +4,9 @@
         start_children(redis.url)
 
 Used by `specdec up`. It keeps nothing on disk, and ends with this process, also if the process is killed. If no
-redis-server of MIN_VERSION or later is installed, or it does not start, the store is `embedded`, which gives the same
-answers for a millisecond of processor time a round. `socket_folder` makes the socket's folder.
+redis-server of MIN_VERSION or later is installed, or it does not start, the store is `embedded`, an extra of the
+package, which gives the same answers for a millisecond of processor time a round. `socket_folder` makes the socket's
+folder.
 """
 
 from __future__ import annotations
@@ -123,7 +124,11 @@ def installed_redis() -> str | None:
 
 @contextmanager
 def throwaway_redis() -> Iterator[OwnRedis | EmbeddedRedis]:
-    """Run an installed redis-server while the context is open, or the embedded store if there is none."""
+    """Run an installed redis-server while the context is open, or the embedded store if there is none.
+
+    Raises:
+        Unsupported: neither is installed.
+    """
     with ExitStack() as stack:
         store: OwnRedis | EmbeddedRedis | None = None
         program = installed_redis()

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from specdec.cross_vocabulary.pair import load_pair
 from specdec.errors import SpecdecError
 from tests.support.other_tokenizers import build_model, save_byte_level, save_pieces
 from tests.support.tiny_models import save_tokenizer
+from tests.support.tokenizer_pairs import load_pair
 
 
 @pytest.fixture(scope="module")

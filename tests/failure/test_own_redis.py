@@ -15,10 +15,11 @@ import pytest
 import redis
 
 from specdec.client import Client
-from specdec.errors import NotFound
+from specdec.errors import NotFound, Unsupported
+from specdec.state.connection import RedisConnection
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, installed_redis, throwaway_redis
-from tests.support.up_rig import start_up, store_of, wait_until_gone
+from tests.support.up_rig import ENVIRON, start_up, store_of, wait_until_gone
 
 
 def server_of(url: str) -> int:
@@ -106,6 +107,26 @@ def test_without_a_suitable_redis_server_the_store_is_embedded(
         assert isinstance(store, EmbeddedRedis)
         with redis.Redis.from_url(store.url) as client:
             assert client.ping()
+
+
+def test_up_without_redis_server_and_without_fakeredis_names_both_remedies(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['fakeredis'] = None; from specdec.cli.__main__ import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "up", "--listen", "127.0.0.1:0"],
+        capture_output=True, text=True, env=ENVIRON | {"PATH": str(tmp_path)}, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "error: UNIMPLEMENTED UNSUPPORTED: without redis-server 7 or later, the store of `specdec up` needs the "
+        "package fakeredis, which is not installed: install redis-server 7 or later, or run pip install "
+        "'specdec[embedded]'"
+    )
+
+
+def test_a_memory_url_without_fakeredis_names_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fakeredis", None)
+    with pytest.raises(Unsupported, match=r"give --redis-url .*, or run pip install 'specdec\[embedded\]'"):
+        RedisConnection("memory://")
 
 
 def test_up_reports_that_its_store_has_ended_and_continues_with_an_empty_one(program: str) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.cuda_graphs_rig import VOCABULARY_SIZE, load, piece, random_tokens
 
 from specdec.engine.base import StepPlan
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
+from tests.support.cuda_graphs_rig import VOCABULARY_SIZE, load, piece, random_tokens
 
 pytestmark = [
     pytest.mark.gpu,

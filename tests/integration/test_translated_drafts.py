@@ -8,14 +8,13 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from tests.support.cross_vocabulary_rig import cross_vocabulary_stack, load
 
 from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
-from specdec.cross_vocabulary.pair import load_pair
 from specdec.cross_vocabulary.token_map import TokenMap
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
 from specdec.types import ProposeRequest
+from tests.support.cross_vocabulary_rig import cross_vocabulary_stack, load
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,
@@ -27,6 +26,7 @@ from tests.support.other_tokenizers import (
 )
 from tests.support.round_driver import make_round
 from tests.support.target_alone import TargetAlone
+from tests.support.tokenizer_pairs import load_pair
 
 NUM_TOKENS = 32
 TIE = 1e-4

@@ -82,8 +82,9 @@ def test_decisions_keep_a_prefix_of_the_draft_and_add_one_token(q, p, key) -> No
     for verify in (verify_rejection, verify_block):
         decision = verify(drafts, supports, rows, key)
         assert decision == verify(drafts, supports, rows, key)
-        assert decision.num_emitted == decision.num_accepted + 1
-        assert len(decision.sources) == len(decision.p) == len(decision.q) == decision.num_emitted
+        num_emitted = len(decision.token_ids)
+        assert num_emitted == decision.num_accepted + 1
+        assert len(decision.sources) == len(decision.p) == len(decision.q) == num_emitted
         assert list(decision.token_ids[:-1]) == drafts[: decision.num_accepted]
         full = decision.num_accepted == len(drafts)
         assert decision.sources[-1] is (TokenSource.BONUS if full else TokenSource.CORRECTED)

@@ -276,8 +276,8 @@ def test_a_decision_states_the_probabilities_of_its_tokens(
     verify: Callable[..., Decision], deal: Callable[[Path], Dealer]
 ) -> None:
     for decision, share in every_decision(verify, deal):
-        paths = [decision.token_ids[:index] for index in range(decision.num_emitted)]
-        assert decision.num_emitted == decision.num_accepted + 1
+        paths = [decision.token_ids[:index] for index in range(len(decision.token_ids))]
+        assert len(decision.token_ids) == decision.num_accepted + 1
         assert decision.p == tuple(p_of(path)[decision.token_ids[len(path)]] / PARTS for path in paths)
         assert decision.q[-1] == 0.0
         assert decision.q[:-1] == tuple(

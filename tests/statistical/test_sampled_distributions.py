@@ -15,7 +15,6 @@ import torch
 
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
-from specdec.core.expectation import coupled_acceptance_probability
 from specdec.core.random import DrawKey, Stream
 from specdec.core.reference import coupled_choice, cut_support, distribution_row
 from specdec.core.rejection import Decision, verify_rejection
@@ -24,6 +23,7 @@ from specdec.engine.logits.rows import coupled_choices, distribution_rows
 from specdec.types import SamplingFilters
 from tests.statistical.table_model import NO_IDS, Path, RoundTables
 from tests.support.chi_square import chi_square_p_value
+from tests.support.expectation import coupled_acceptance_probability
 
 FALSE_ALARM_RATE = 1e-6
 

@@ -20,7 +20,7 @@ from coordinator.round.gamma import (
     GammaChooser,
     RoundTimes,
 )
-from specdec.core.expectation import expected_tokens_per_round
+from tests.support.expectation import expected_tokens_per_round
 
 MAX_GAMMA = 8
 PROMPT_TOKENS = 100

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.support.follower_worker import FollowerWorker
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.predraft import Predrafter
@@ -22,6 +21,7 @@ from specdec.engine.logits.rows import coupled_scores, noise_keys
 from specdec.engine.loop.job import Job
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
+from tests.support.follower_worker import FollowerWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

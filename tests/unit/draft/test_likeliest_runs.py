@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
-from tests.support.follower_worker import LikeliestWorker
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
@@ -15,6 +14,7 @@ from specdec.engine.loop.steps import LONGEST_HOST_RUN_S
 from specdec.engine.schedule.step_times import StepLoad
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
+from tests.support.follower_worker import LikeliestWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import CountedCapture, Pair, build, load, piece, random_tokens
 
 from specdec.engine import loader
 from specdec.engine.cuda_graphs.steps import capture_steps
 from specdec.errors import Unsupported
+from tests.support.cuda_graphs_rig import CountedCapture, Pair, build, load, piece, random_tokens
 from tests.support.interpreted_kernels import cheap_recordings, require_interpreter
 
 

@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from specdec.engine.base import StepPlan
+from specdec.engine.model.kv_cache import KvCache
+from specdec.errors import Unsupported
+from specdec.types import BLOCK_TOKENS
 from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
@@ -23,11 +28,6 @@ from tests.support.cuda_graphs_rig import (
     random_tokens,
     record_on_tape,
 )
-
-from specdec.engine.base import StepPlan
-from specdec.engine.model.kv_cache import KvCache
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
 
 

@@ -1,4 +1,4 @@
-"""Expected tokens per round and acceptance probabilities, for predictions in `bench` and for tests."""
+"""Expected tokens per round and acceptance probabilities in closed form, which tests compare measurements with."""
 
 from __future__ import annotations
 
