@@ -16,7 +16,7 @@ import specdec
 from specdec.cli.draft_pools import DraftPool, draft_pools
 from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.rpc.server import require_free
+from specdec.rpc.channels import require_free
 from specdec.settings.addresses import WILDCARD_HOSTS, join_address, split_address
 from specdec.settings.base import checked_redis_url, checked_tier_url
 from specdec.settings.draft_specs import is_local_draft, parse_local_drafts
