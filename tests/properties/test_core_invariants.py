@@ -50,9 +50,7 @@ def test_supports_are_ascending_positive_and_hold_what_is_drawn(distribution, s_
 
 @QUICK
 @given(distribution=distributions(30), ids=st.sets(st.integers(0, 29)), uniform=uniforms)
-def test_rows_sum_to_the_total_and_have_a_tail_token_exactly_when_there_is_tail_mass(
-    distribution, ids, uniform
-) -> None:
+def test_rows_sum_to_the_total_and_a_tail_token_comes_with_tail_mass(distribution, ids, uniform) -> None:
     support_ids = np.array(sorted(ids), dtype=np.uint32)
     row = distribution_row(distribution, support_ids, uniform)
     assert row.weights.dtype == np.uint32
