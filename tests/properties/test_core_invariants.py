@@ -124,7 +124,7 @@ def test_the_top_tokens_are_those_of_a_stable_sort(values, num) -> None:
 @QUICK
 @given(
     logits=npst.arrays(np.float32, 24, elements=st.floats(-30, 30, width=16)),
-    distribution=st.builds(
+    filters=st.builds(
         SamplingFilters,
         temperature=st.floats(0.125, 4.0),
         top_k=st.integers(0, 30),
