@@ -1,4 +1,4 @@
-"""Settings of the coordinator: its own flags on top of the common ones."""
+"""Settings of the coordinator, in addition to those that every service has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CoordinatorSettings(ServiceSettings):
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
     tokenizer: str
-    """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
+    """Tokenizer of the target model: a directory, a GGUF file or a hub id."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
@@ -33,62 +33,61 @@ class CoordinatorSettings(ServiceSettings):
     """HOST:PORT of a target replica; repeatable. Any static endpoint turns the replica registry off."""
 
     tenant: TenantName = DEFAULT_TENANT
-    """Whose sessions these are: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
+    """Tenant that owns the sessions: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
     replicas and Redis; they share no session, no KV block and no entry of the prefix directory."""
 
     prefix_directory: Literal["on", "off"] = "on"
-    """Note in Redis which replicas hold which prefixes, and send new sessions to one that holds theirs, unless it is
-    busier by more than that saves. off: by load alone."""
+    """Record in Redis which replicas hold which prefixes, and send a new session to a replica that holds its prefix,
+    unless the load of that replica costs more than the prefix saves. off: choose by load alone."""
 
     lookup: LookupKinds = ()
-    """Drafts found in text, without a model: ngram (what followed the last repeat in the session) or suffix (what has
-    most often followed, in this tenant's other sessions as well); repeatable. Each is a draft pool of its name, the
-    first is what requests get that name none, and where nothing is found a draft model is asked if there is one."""
+    """Drafts from text, without a model: ngram (the tokens that followed the last repeat in the session) or suffix (the
+    tokens that followed most often, in this tenant's other sessions too); repeatable. Each is a draft pool of that
+    name. Requests that name no pool use the first. If it finds nothing, a draft model is used if there is one."""
 
     lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
-    """Tokens of past outputs that suffix drafts look at; about 100 bytes each, in this coordinator's memory alone."""
+    """Tokens of past outputs that suffix drafts search, about 100 bytes each in the memory of this coordinator."""
 
     default_draft_pool: OptionalPoolName = ""
-    """Of pools of draft models, the one that comes first: requests that name none get it, or begin with it where they
-    are routed and nothing is known yet. Unset, or while it is not there: the first by name."""
+    """Pool of draft models for requests that name no pool. With --route auto, requests begin with it until the router
+    has measurements. Unset, or while the pool has no replica: the first pool by name."""
 
     route: Literal["auto"] | None = None
-    """auto: a request that names no draft pool gets the pool of draft models that its kind of requests goes fastest
-    with, and another one on the way where that pays; what the others would have done is found out in the background.
-    none: the first pool, always."""
+    """auto: a request that names no draft pool uses the pool of draft models that is fastest for its class of requests,
+    and may change pools while it runs; other pools are scored in the background. none: always the first pool."""
 
     learning_log: Path | None = None
-    """Folder for a log of what the target said, which `specdec distill` trains drafts on. It holds users' texts: in a
-    folder of the tenant's own there, for this user alone, written in the background. Unset: nothing is logged."""
+    """Folder for a log of the target's outputs, on which `specdec distill` trains drafts. The log contains users' texts.
+    It is written in the background, in a folder per tenant that only this user may read. Unset: nothing is logged."""
 
     learning_log_max_bytes: int = Field(default=1 << 30, ge=1 << 21)
-    """Most bytes of the tenant's learning log; the oldest texts go first."""
+    """Most bytes of the tenant's learning log. The oldest texts are deleted first."""
 
     learning_log_max_age_s: float = Field(default=7 * 86400.0, gt=0.0)
-    """Seconds after which what lies in the tenant's learning log is deleted, while a coordinator that keeps it runs."""
+    """Age at which texts in the tenant's learning log are deleted, while a coordinator that writes the log runs."""
 
     timeline: Path | None = None
-    """File to which a JSON line is added for every round: when the coordinator and its replicas did what. No text, no
-    tokens; `specdec timeline FILE` makes a picture of it. Unset: nothing is noted."""
+    """File to which a JSON line is appended for every round, with the times of its steps in the coordinator and its
+    replicas, without text or tokens. `specdec timeline FILE` draws it. Unset: no times are recorded."""
 
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
-    """Speculation mode of requests that name none."""
+    """Speculation mode of requests that name no mode."""
 
     draft_timeout_s: float | None = Field(default=5.0, gt=0.0)
-    """The longest that a round waits for its draft before it goes on without; mostly it waits far less, some times what
-    the pool's drafts have been taking. "none": until the draft answers or dies."""
+    """Longest time that a round waits for its draft before it goes on without one. Usually the wait is much shorter: a
+    small multiple of the pool's recent draft times. none: wait until the draft replica answers or fails."""
 
     lease_ttl_s: float = Field(default=3.0, ge=0.1, le=DAY_S)
-    """How long a session stays locked after its coordinator has died, or after the store was last reached."""
+    """Time that a session stays locked after its coordinator has failed, or after the store was last reached."""
 
     session_ttl_s: float = Field(default=3600.0, ge=0.1, le=3650 * DAY_S)
-    """How long an idle session is kept."""
+    """Time that an idle session is kept."""
 
     max_queue: int = Field(default=1024, ge=1)
-    """Most requests admitted at once; one more is refused with QUEUE_FULL."""
+    """Most requests admitted at once. Further requests are refused with QUEUE_FULL."""
 
     poll_interval_s: float = Field(default=1.0, gt=0.0)
-    """Seconds between two looks at the replicas: new ones are connected, dead ones tried again."""
+    """Time between two checks of the replicas, which connect new replicas and try failed ones again."""
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:

@@ -17,7 +17,7 @@ from specdec.settings.devices import require_device, require_gpu_each
     [
         ("cuda", 0, "device 'cuda' is not present on this machine, which has no GPU"),
         ("cuda:1", 1, "device 'cuda:1' is not present on this machine, which has one GPU"),
-        ("tpu", 8, "'tpu' is none of auto, cpu, cuda and cuda:N"),
+        ("tpu", 8, "'tpu' must be auto, cpu, cuda or cuda:N"),
         ("cuda:-1", 8, "'cuda:-1' is none of"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_pool_is_promoted_on_its_score_in_every_class_that_is_known(
 def test_a_pool_that_is_not_there_is_not_waited_for(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     _, environ = coordinator(answer)
     assert run(["promote", "new", "--on-score"], environ) == 1
-    assert "error: new is no draft pool here (POOL_NOT_FOUND)" in capsys.readouterr().err
+    assert "error: this system has no draft pool called new (POOL_NOT_FOUND)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -95,4 +95,4 @@ def test_a_cluster_of_another_version(other_head: tuple[str, dict[str, Any]], en
 def test_a_cluster_that_wants_a_token(other_head: tuple[str, dict[str, Any]], environ: dict[str, str]) -> None:
     address, answer = other_head
     answer["code"] = grpc.StatusCode.UNAUTHENTICATED
-    assert told(place(address, **environ)).endswith("the cluster wants a token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)")
+    assert "the cluster requires a token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)" in told(place(address, **environ))
