@@ -53,7 +53,7 @@ class CoordinatorSettings(ServiceSettings):
     has measurements. Unset, or while the pool has no replica: the first pool by name."""
 
     route: Literal["auto"] | None = None
-    """auto: a request that names no draft pool uses the pool of draft models that is fastest for its class of requests,
+    """auto: a request without a draft pool uses the pool of draft models that is fastest for its class of requests,
     and may change pools while it runs; other pools are scored in the background. none: always the first pool."""
 
     learning_log: Path | None = None

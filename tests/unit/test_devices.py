@@ -18,7 +18,7 @@ from specdec.settings.devices import require_device, require_gpu_each
         ("cuda", 0, "device 'cuda' is not present on this machine, which has no GPU"),
         ("cuda:1", 1, "device 'cuda:1' is not present on this machine, which has one GPU"),
         ("tpu", 8, "'tpu' must be auto, cpu, cuda or cuda:N"),
-        ("cuda:-1", 8, "'cuda:-1' is none of"),
+        ("cuda:-1", 8, "'cuda:-1' must be auto"),
     ],
 )
 def test_a_device_that_is_not_here_is_refused(

@@ -64,7 +64,7 @@ def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
 ) -> None:
     file = written(tmp_path / "t", *(entry("a", index) for index in range(3)))
     whole = file.read_bytes()
-    for damage, told in ((whole[:40], "line 4 is no round"), (b"\xff\n{}\n", "line 4 and 1 more are no round")):
+    for damage, told in ((whole[:40], "line 4 is damaged"), (b"\xff\n{}\n", "line 4 and 1 more are damaged")):
         file.write_bytes(whole + damage)
         assert run(["timeline", str(file)], {}) == 0
         captured = capsys.readouterr()
@@ -77,9 +77,9 @@ def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
     [
         (None, "No such file or directory"),
         ("", "holds no session of three rounds or more"),
-        ("no json\n", "line 1 is no round"),
-        ('{"a": 1}\n', "line 1 is no round"),
-        ("[]\n", "line 1 is no round"),
+        ("no json\n", "line 1 is not a round of a timeline"),
+        ('{"a": 1}\n', "line 1 is not a round of a timeline"),
+        ("[]\n", "line 1 is not a round of a timeline"),
     ],
 )
 def test_what_is_no_timeline_is_refused_in_a_line(
