@@ -1,7 +1,7 @@
 """`make demo-real`: SmolLM2-135M-Instruct answers in a chat, and Transformers' `generate()` answers the same beside it.
 
-Not a benchmark: a few short answers on whatever this machine is doing; `python -m bench real` measures. It stops
-everything it started. Needs `make real`.
+A few short answers on a machine that may be busy; `python -m bench real` measures. It stops every process it started.
+Needs `make real`.
 """
 
 from __future__ import annotations
