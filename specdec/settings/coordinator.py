@@ -57,7 +57,7 @@ class CoordinatorSettings(ServiceSettings):
     and may change pools while it runs; other pools are scored in the background. none: always the first pool."""
 
     learning_log: Path | None = None
-    """Folder for a log of the target's outputs, on which `specdec distill` trains drafts. The log contains users' texts.
+    """Folder for a log of the target's outputs, on which `specdec distill` trains drafts. It contains users' texts.
     It is written in the background, in a folder per tenant that only this user may read. Unset: nothing is logged."""
 
     learning_log_max_bytes: int = Field(default=1 << 30, ge=1 << 21)

@@ -368,6 +368,8 @@ def test_bench_runs_every_prompt_with_and_without_speculation_and_deletes_its_se
     shown = json.loads(captured.out)
     assert (shown["speedup"], shown["num_pairs"]) == (1.0, 4)
     assert shown["speculative"]["acceptance"] == 0.5
+    assert shown["by_prompt"] == {"one": 1.0, "two": 1.0}
+    assert shown["reason"].startswith("no gain: a round emits ")
     modes = [request.speculation.mode for request in servicer.requests]
     assert modes.count(pb.SPECULATION_MODE_OFF) == 4
     assert modes[:4] == [0, pb.SPECULATION_MODE_OFF, pb.SPECULATION_MODE_OFF, 0]

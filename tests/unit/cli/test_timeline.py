@@ -68,7 +68,7 @@ def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
         file.write_bytes(whole + damage)
         assert run(["timeline", str(file)], {}) == 0
         captured = capsys.readouterr()
-        assert captured.err == f"note: {file}: {told}, and left out\n"
+        assert captured.err == f"note: {file}: {told} and left out\n"
         assert captured.out.startswith("rounds of the target alone: 1,")
 
 
