@@ -51,7 +51,7 @@ class RunningSystem:
         self.stop = stop
         """Set to end the system."""
         self.stage = "starting"
-        """What the start waits for."""
+        """Stage of the start."""
         self._fleet: Fleet | None = None
         self._is_ready = threading.Event()
 

@@ -168,7 +168,7 @@ class ReplicaSettings(ServiceSettings):
     anyway. Configurations that cannot guarantee it are refused."""
 
     unix_socket: Literal["on", "off"] = "on"
-    """Also accept the frames of this user's coordinators on this machine over a Unix socket, which is faster (Linux).
+    """Accept the frames of this user's coordinators on this machine over a Unix socket too, which is faster (Linux).
     All other coordinators use gRPC, and so do these if the socket fails. off: gRPC only."""
 
     self_check: Literal["on", "off"] = "on"

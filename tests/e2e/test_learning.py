@@ -47,7 +47,7 @@ def serve(endpoint: str, first: int, count: int) -> set[str]:
     return pools
 
 
-def test_what_the_target_drafts_with_is_distilled_and_read_when_one_starts(endpoint: str, folder: Path) -> None:
+def test_an_in_target_draft_is_distilled_and_loaded_at_the_next_start(endpoint: str, folder: Path) -> None:
     serve(endpoint, 0, 16)
     while not list((folder / "log" / "tenant-default").glob("*.safetensors")):
         serve(endpoint, 100, 1)

@@ -139,7 +139,7 @@ def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixtu
         (TargetSettings, "--num-threads", "100000"),
     ],
 )
-def test_what_no_store_transport_or_machine_takes_is_refused_by_its_flag(
+def test_a_value_beyond_what_store_or_transport_support_is_refused_with_its_flag(
     settings_type: type[ServiceSettings], flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model" if settings_type is TargetSettings else "--tokenizer", "m"]
@@ -195,7 +195,7 @@ def test_addresses_split_and_join_again(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:65536", "host:-1", "::1:50", "http://host:50", "h:5 "])
-def test_what_is_not_an_address_is_refused(address: str) -> None:
+def test_a_malformed_host_and_port_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         split_address(address)
 

@@ -142,7 +142,7 @@ def test_trim_drops_the_oldest_turns(coordinator: Serve, at_terminal: Callable[[
 
 
 def with_context(servicer: ScriptedCoordinator, num_characters: int) -> None:
-    """Tokens are characters of messages, and so many are the context, the answer's among them."""
+    """Count each character of a message as a token, and limit prompt and answer together to `num_characters`."""
     servicer.served = pb.GetInfoResponse(max_context_tokens=num_characters)
     servicer.num_tokens = lambda request: sum(len(message.content) for message in request.messages.messages)
 

@@ -73,7 +73,7 @@ def test_an_error_of_the_server_is_one_line_with_code_and_reason(
     assert captured.out == ""
 
 
-def test_nobody_listening_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_endpoint_without_a_system_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "hi", "--endpoint", "127.0.0.1:1"], {}) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: no coordinator at 127.0.0.1:1; start one with `specdec up` (")
@@ -135,7 +135,7 @@ def test_a_usage_error_is_one_line_and_exit_code_2(args: list[str], capsys: pyte
         ("localhost", "with a port, got 'localhost'; did you mean localhost:50051?"),
     ],
 )
-def test_an_endpoint_that_cannot_be_one_says_what_was_meant(
+def test_a_malformed_endpoint_is_refused_with_a_suggestion(
     endpoint: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["generate", "hi"], {"SPECDEC_ENDPOINT": endpoint}) == 2
@@ -143,7 +143,7 @@ def test_an_endpoint_that_cannot_be_one_says_what_was_meant(
 
 
 @pytest.mark.parametrize("endpoint", ["[::1]:50051", "a-b.c:1", "ipv4:127.0.0.1:1,127.0.0.1:2", "unix:///tmp/x"])
-def test_what_can_be_dialled_is_an_endpoint(endpoint: str) -> None:
+def test_addresses_and_grpc_targets_are_endpoints(endpoint: str) -> None:
     assert check_endpoint(endpoint) == endpoint
 
 
@@ -199,7 +199,7 @@ def test_generate_without_a_prompt_at_a_terminal_is_a_usage_error(
     assert terminal.tell() == 0
 
 
-def test_json_lines_are_an_object_a_chunk_and_then_the_whole(
+def test_json_lines_are_one_object_per_chunk_and_then_the_whole_output(
     coordinator: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, environ = coordinator(lambda r: [started(r), tokens(0, [1, 2]), tokens(2, [3]), finished(3)])
@@ -222,7 +222,7 @@ class Interrupting(io.StringIO):
 
 
 @pytest.mark.parametrize("shape", [[], ["--json-lines"]], ids=["text", "json-lines"])
-def test_ctrl_c_shows_what_came_and_is_exit_code_130(
+def test_ctrl_c_shows_the_tokens_so_far_and_is_exit_code_130(
     shape: list[str], coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, environ = coordinator(lambda r: [started(r), *(tokens(index, [index + 1]) for index in range(5000))])
@@ -317,7 +317,7 @@ def test_status_is_a_row_a_replica_with_gamma_and_alpha_of_drafts(
     assert third.split() == ["target", "default", "target-model", "target-0", "h0:1", "7", "25%"]
 
 
-def test_status_json_has_what_the_server_told_and_a_lost_target_is_told(
+def test_status_json_has_all_fields_and_a_lost_target_is_reported(
     coordinator: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(answer)

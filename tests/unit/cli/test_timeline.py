@@ -51,7 +51,7 @@ def test_the_first_round_of_a_session_is_in_no_picture(tmp_path: Path) -> None:
     assert (picture.title, picture.num_rounds, picture.round_ms) == ("rounds of the target alone", 1, 5.0)
 
 
-def test_a_replica_that_tells_nothing_of_itself_is_one_stage(tmp_path: Path) -> None:
+def test_a_call_to_a_replica_without_times_is_one_stage(tmp_path: Path) -> None:
     file = written(tmp_path / "t", *(entry("a", index, draft=call(0, tells_stages=False)) for index in range(3)))
     (picture,) = pictures_of(read_rounds(file))
     assert [(stage.place, stage.work) for stage in picture.stages[:3]] == [
@@ -82,7 +82,7 @@ def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
         ("[]\n", "line 1 is not a round of a timeline"),
     ],
 )
-def test_what_is_no_timeline_is_refused_in_a_line(
+def test_a_file_that_is_not_a_timeline_is_refused_in_one_line(
     content: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
