@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -472,3 +473,16 @@ def test_the_help_is_quick_because_no_command_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_the_help_takes_half_a_second_and_six_imports_of_argparse_at_most() -> None:
+    def wall_s(*arguments: str) -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    # The fastest of several runs in turns: other processes only ever add time.
+    pairs = [(wall_s("-m", "specdec.cli", "--help"), wall_s("-c", "import argparse")) for _ in range(7)]
+    help_s, argparse_s = (min(times) for times in zip(*pairs, strict=True))
+    assert help_s < 0.5
+    assert help_s <= 6 * argparse_s
