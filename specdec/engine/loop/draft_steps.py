@@ -43,7 +43,7 @@ class DraftSteps:
         report: Callable[[int, int, float], None],
         clock: Callable[[], float],
     ) -> None:
-        """`report` receives the sequences, tokens and seconds of every step; the other arguments are those of the loop."""
+        """`report` receives the sequences, tokens and seconds of every step; the others are the loop's."""
         self._worker = worker
         self._program = program
         self._health = health
