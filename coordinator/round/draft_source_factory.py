@@ -62,6 +62,11 @@ class DraftSourceFactory:
         self._deadlines: defaultdict[str, DraftDeadline] = defaultdict(DraftDeadline)
         self._routes = None if scores is None else RoutingTable(pools, self._stats, scores, canary, text_of)
 
+    @property
+    def is_routing(self) -> bool:
+        """Whether a request that names no pool is routed among the draft models while it runs."""
+        return self._routes is not None
+
     def draft_stats(self, pool: str) -> DraftStats:
         """Return what requests have shown about a draft pool; for routed requests, as their classes and scores say."""
         stats, routed = self._stats.get(pool), None if self._routes is None else self._routes.alpha(pool)

@@ -50,7 +50,7 @@ async def test_the_log_line_of_a_request_holds_no_text_and_no_token(caplog: pyte
     assert not [text for text in ("w473", "w499", output.text, str(output.token_ids)) if text in told]
 
 
-async def test_a_cancelled_request_logs_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cancelled_request_logs_one_line_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=ACCOUNT)
     async with started_coordinator() as (_, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=300))
@@ -58,7 +58,7 @@ async def test_a_cancelled_request_logs_a_line_too(caplog: pytest.LogCaptureFixt
         stream.cancel()
         await eventually(lambda: bool(lines(caplog)))
     (line,) = lines(caplog)
-    assert (line["message"], line["reason"], line["session_id"]) == ("request failed", "CANCELLED", "s")
+    assert (line["message"], line["reason"], line["session_id"]) == ("request cancelled", "client_left", "s")
     assert line["num_output_tokens"] >= 1
 
 
@@ -67,12 +67,12 @@ async def test_a_pool_reports_alpha_after_a_tested_token_and_gamma_after_a_choic
         await coordinator.generate(request(mode=pb.SPECULATION_MODE_OFF, gamma=None))
         pool = await draft_pool(coordinator)
         assert not pool.HasField("alpha")
-        assert not pool.HasField("gamma")  # what asks for no draft says nothing of it
+        assert not pool.HasField("gamma")  # a request without drafts gives no statistics
         await coordinator.generate(request(gamma=3))
         pool = await draft_pool(coordinator)
         assert pool.alpha == 1.0
-        assert not pool.HasField("gamma")  # the caller chose it
+        assert not pool.HasField("gamma")  # the caller set gamma
         await coordinator.generate(request(gamma=None))
         pool = await draft_pool(coordinator)
         assert pool.HasField("gamma")
-        assert 0 <= pool.gamma <= 8  # 0 where a busy machine's first rounds did not pay
+        assert 0 <= pool.gamma <= 8  # 0 where drafting did not pay in the first rounds of a busy machine

@@ -29,6 +29,7 @@ from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
@@ -124,6 +125,7 @@ class Coordinator:
 
     generations: GenerationService
     pools: ReplicaPools
+    metrics: CoordinatorMetrics
     server: ServiceServer
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
@@ -284,6 +286,8 @@ class Rig:
         history = TokenHistory(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
+        metrics = CoordinatorMetrics("table")
+        draft_sources = DraftSourceFactory(pools, history, scores, canary, self.tokenizer.decode)
         generations = GenerationService(
             GenerationSettings(
                 **{
@@ -298,24 +302,30 @@ class Rig:
             store=store,
             pools=pools,
             tokenizer=self.tokenizer,
-            metrics=CoordinatorMetrics("table"),
+            draft_sources=draft_sources,
+            metrics=metrics,
             directory=store.prefixes() if has_directory else None,
-            history=history,
-            scores=scores,
-            canary=canary,
             learning_log=learning_log,
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
         )
-        CoordinatorServicer(generations, pools, self.tokenizer, Mode.REJECTION).add_to(server.grpc_server)
+        CoordinatorServicer(
+            generations=generations,
+            store=store,
+            pools=pools,
+            draft_sources=draft_sources,
+            tokenizer=self.tokenizer,
+            default_mode=Mode.REJECTION,
+            canary=canary,
+        ).add_to(server.grpc_server)
         await server.start()
         num_wanted = len(self.services) if num_alive is None else num_alive
         while sum(replica.is_alive for replica in pools.all_replicas()) < num_wanted:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, server, stub, channel, history, scores, canary)
+        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, history, scores, canary)
         self._coordinators.append(coordinator)
         return coordinator
 
