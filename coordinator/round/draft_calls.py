@@ -69,8 +69,15 @@ class DraftCalls:
     """The draft calls of one request. Only one round may use it at a time."""
 
     def __init__(
-        self, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls, deadline: DraftDeadline
+        self,
+        pool: str,
+        setting: RoundSetting,
+        replicas: SessionReplicas,
+        calls: SessionCalls,
+        deadline: DraftDeadline,
     ) -> None:
+        """`pool` is the draft pool that the session is routed to, and `deadline` that pool's deadline."""
+        self._pool = pool
         self._setting = setting
         self._replicas = replicas
         self._calls = calls
@@ -88,16 +95,16 @@ class DraftCalls:
             committed_len: number of committed tokens of the session.
         """
         if gamma < 1:
-            return Draft(missing_cause="off")
+            return Draft(missing_cause="off", pool=self._pool)
         if self._rounds_to_skip > 0:
             self._rounds_to_skip -= 1
-            return Draft(missing_cause="paused")
+            return Draft(missing_cause="paused", pool=self._pool)
         replica = self._replicas.choose_draft()
         if replica is None:
-            return Draft(missing_cause="no_replica")
+            return Draft(missing_cause="no_replica", pool=self._pool)
         gamma = min(gamma, *_draft_limits(replica, committed_len))
         if gamma < 1:
-            return Draft(missing_cause="draft_context")
+            return Draft(missing_cause="draft_context", pool=self._pool)
 
         began = time.perf_counter()
         wire = WireStats()
@@ -111,7 +118,8 @@ class DraftCalls:
             )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_failure(replica, error)
-            return Draft(wait_s=time.perf_counter() - began, missing_cause=cause, wire_bytes=wire.num_bytes)
+            wait_s = time.perf_counter() - began
+            return Draft(wait_s=wait_s, missing_cause=cause, pool=self._pool, wire_bytes=wire.num_bytes)
         replica.health.reset()
         self._failures_in_a_row = 0
         wait_s = time.perf_counter() - began
@@ -122,6 +130,7 @@ class DraftCalls:
             wait_s=wait_s,
             missing_cause="" if len(proposal.draft_token_ids) else "empty",
             num_requested=gamma,
+            pool=self._pool,
             wire_bytes=wire.num_bytes,
             sent_s=wire.sent_s,
             received_s=wire.heard_s,

@@ -162,4 +162,4 @@ class DraftSourceFactory:
             return self._in_target_source(wanted, pool)
         fixed = 0 if setting.mode is Mode.OFF else wanted.gamma
         chooser = GammaChooser(self._stats[pool], fixed=fixed, max_gamma=self._pools.max_gamma)
-        return ReplicaDraftSource(pool, chooser, DraftCalls(setting, replicas, calls, self._deadlines[pool]))
+        return ReplicaDraftSource(chooser, DraftCalls(pool, setting, replicas, calls, self._deadlines[pool]))

@@ -55,16 +55,14 @@ class AdaptiveDraftSource(DraftSource, Protocol):
 class ReplicaDraftSource:
     """Drafts of a draft replica. Implements `AdaptiveDraftSource`."""
 
-    def __init__(self, pool: str, chooser: GammaChooser, calls: DraftCalls) -> None:
-        """`chooser` is that of the draft pool `pool`."""
+    def __init__(self, chooser: GammaChooser, calls: DraftCalls) -> None:
+        """Both belong to the same draft pool."""
         self.chooser = chooser
-        self._pool = pool
         self._calls = calls
 
     async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
         """See `DraftSource.propose`."""
-        draft = await self._calls.propose(round_id, self.chooser.choose(limit), committed_len)
-        return draft._replace(pool=self._pool)
+        return await self._calls.propose(round_id, self.chooser.choose(limit), committed_len)
 
     def complete(self, draft: Draft, target: TargetAnswer) -> Draft:
         """See `DraftSource.complete`; the draft is complete already."""

@@ -144,9 +144,8 @@ class Rounds:
         self.gamma = NotedGamma(gamma)
         self.draft_deadline = NotedDeadline()
         calls = SessionCalls(setting, self.tokens, self.replicas)
-        drafts = ReplicaDraftSource(
-            "default", self.gamma, DraftCalls(setting, self.replicas, calls, self.draft_deadline)
-        )
+        draft_calls = DraftCalls("default", setting, self.replicas, calls, self.draft_deadline)
+        drafts = ReplicaDraftSource(self.gamma, draft_calls)
         target_calls = TargetCalls(setting, self.replicas, calls)
         self._runner = RoundRunner(setting, self.tokens, self.replicas, drafts, target_calls)
         self._num_run = 0
