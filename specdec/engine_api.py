@@ -12,9 +12,6 @@ from typing import Protocol
 
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 
-#: Prefix of model names that stand for a simulation with parameters and no weights (`specdec.engine.simulated.pair`).
-SIMULATED_PREFIX = "simulated:"
-
 
 class Engine(Protocol):
     """The part of the contract that does not depend on the role.

@@ -11,7 +11,7 @@ SpecdecError
 ├── LeaseLost             ABORTED              LEASE_LOST
 ├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED, REPLICA_BUSY (draft link only)
 ├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, and in the SDK alone
-│                                              COORDINATOR_UNAVAILABLE
+│                                              COORDINATOR_UNAVAILABLE; at the command line alone ADDRESS_IN_USE
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    DEADLINE_EXCEEDED  (in the SDK alone)
 ├── ClientClosed          CANCELLED            CLIENT_CLOSED      (in the SDK alone)
 ├── Unauthenticated       UNAUTHENTICATED      UNAUTHENTICATED
@@ -22,6 +22,7 @@ SpecdecError
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 DOMAIN = "specdec"
@@ -169,3 +170,55 @@ class Unsupported(SpecdecError):
 
 class Internal(SpecdecError):
     """A fault of specdec; the log contains the traceback with the request id."""
+
+
+#: Class of each reason: an error that crossed a process boundary is rebuilt from its reason.
+_TYPES_BY_REASON: dict[str, type[SpecdecError]] = {
+    "INVALID_REQUEST": InvalidRequest,
+    "CONTEXT_TOO_LONG": InvalidRequest,
+    "NO_CHAT_TEMPLATE": InvalidRequest,
+    "SESSION_NOT_FOUND": NotFound,
+    "POOL_NOT_FOUND": NotFound,
+    "SESSION_BUSY": SessionBusy,
+    "VOCABULARY_MISMATCH": VocabularyMismatch,
+    "KV_MISS": KvMiss,
+    "SESSION_LOST": SessionLost,
+    "STALE_EPOCH": StaleEpoch,
+    "LEASE_LOST": LeaseLost,
+    "QUEUE_FULL": ResourceExhausted,
+    "KV_EXHAUSTED": ResourceExhausted,
+    "QUOTA_EXCEEDED": ResourceExhausted,
+    "REPLICA_BUSY": ResourceExhausted,
+    "REPLICA_UNAVAILABLE": Unavailable,
+    "STORE_UNAVAILABLE": Unavailable,
+    "DRAINING": Unavailable,
+    "COORDINATOR_UNAVAILABLE": Unavailable,
+    "ADDRESS_IN_USE": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CLIENT_CLOSED": ClientClosed,
+    "UNAUTHENTICATED": Unauthenticated,
+    "FORBIDDEN": Forbidden,
+    "UNSUPPORTED": Unsupported,
+    "INTERNAL": Internal,
+}
+
+_ERROR_LINE = re.compile(r"(?:error: )?(?P<message>.+) \((?P<reason>[A-Z_]+)\)")
+
+
+def type_of_reason(reason: str) -> type[SpecdecError] | None:
+    """Return the class of errors that have this reason; None for a reason that this version does not know."""
+    return _TYPES_BY_REASON.get(reason)
+
+
+def error_line(error: SpecdecError) -> str:
+    """Return the line that a program writes to stderr about an error: the sentence first, the reason last."""
+    return f"error: {' '.join(error.message.split())} ({error.reason})"
+
+
+def parse_error_line(line: str) -> SpecdecError | None:
+    """Return the error that a line of `error_line` tells, with or without "error: "; None for any other line."""
+    found = _ERROR_LINE.fullmatch(line.strip())
+    error_type = type_of_reason(found["reason"]) if found else None
+    if found is None or error_type is None or error_type is KvMiss:
+        return None
+    return error_type(found["message"], reason=found["reason"])

@@ -12,11 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey, Stream, index_at
-from specdec.types import WEIGHT_TOTAL, Support
-
-#: Vocabularies up to this size may send their whole distribution: a cut would cost acceptance and save few bytes.
-#: It also keeps W below 2^31, so that every product of the integer rule fits into 62 bits.
-MAX_SUPPORT = 1 << 15
+from specdec.types import MAX_SUPPORT, WEIGHT_TOTAL, Support
 
 #: Support entries of larger vocabularies.
 LARGE_VOCABULARY_SUPPORT = 64

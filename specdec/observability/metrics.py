@@ -37,6 +37,7 @@ class CoordinatorMetrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests admitted but not started.")
         self._success = self._counter("request_success", "Requests that finished, by reason.", "finished_reason")
         self._failures = self._counter("request_failures", "Requests that failed, by error reason.", "reason")
+        self._cancelled = self._counter("request_cancellations", "Requests that their clients ended early.", "cause")
         self._target_changes = self._counter(
             "target_changes", "Turns on another target model than their session's turn before."
         )
@@ -120,8 +121,12 @@ class CoordinatorMetrics:
         self._logged.labels(self._model_name, outcome).inc(num_tokens)
 
     def observe_failed(self, reason: str) -> None:
-        """Count a request that ended with an error of this reason (`SpecdecError.reason`), or `CANCELLED`."""
+        """A request ended with an error of this reason (`SpecdecError.reason`)."""
         self._failures.labels(self._model_name, reason).inc()
+
+    def observe_cancelled(self, cause: str) -> None:
+        """A client ended its request early; `cause` is client_left or session_deleted."""
+        self._cancelled.labels(self._model_name, cause).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         """Return a counter, or its only series if it has no further labels, so that counting needs no look-up."""

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specdec.core.packed import PackedSupports, locate_drawn
-from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal
 from specdec.rpc.arrays import cut, decode_supports, encode_supports, gather, split, to_bytes, token_ids
 from specdec.rpc.stages import decode_stages
-from specdec.types import Proposal, ProposeRequest, Support
+from specdec.types import MAX_SUPPORT, Proposal, ProposeRequest, Support
 from specdec.v1 import draft_pb2
 
 AnswerT = TypeVar("AnswerT")

@@ -20,34 +20,6 @@ from specdec.v1 import common_pb2
 #: Trailing metadata key of the serialised google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
 
-_BY_REASON: dict[str, type[SpecdecError]] = {
-    "INVALID_REQUEST": errors.InvalidRequest,
-    "CONTEXT_TOO_LONG": errors.InvalidRequest,
-    "NO_CHAT_TEMPLATE": errors.InvalidRequest,
-    "SESSION_NOT_FOUND": errors.NotFound,
-    "POOL_NOT_FOUND": errors.NotFound,
-    "SESSION_BUSY": errors.SessionBusy,
-    "VOCABULARY_MISMATCH": errors.VocabularyMismatch,
-    "KV_MISS": errors.KvMiss,
-    "SESSION_LOST": errors.SessionLost,
-    "STALE_EPOCH": errors.StaleEpoch,
-    "LEASE_LOST": errors.LeaseLost,
-    "QUEUE_FULL": errors.ResourceExhausted,
-    "KV_EXHAUSTED": errors.ResourceExhausted,
-    "QUOTA_EXCEEDED": errors.ResourceExhausted,
-    "REPLICA_BUSY": errors.ResourceExhausted,
-    "REPLICA_UNAVAILABLE": errors.Unavailable,
-    "STORE_UNAVAILABLE": errors.Unavailable,
-    "DRAINING": errors.Unavailable,
-    "COORDINATOR_UNAVAILABLE": errors.Unavailable,
-    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
-    "CLIENT_CLOSED": errors.ClientClosed,
-    "UNAUTHENTICATED": errors.Unauthenticated,
-    "FORBIDDEN": errors.Forbidden,
-    "UNSUPPORTED": errors.Unsupported,
-    "INTERNAL": errors.Internal,
-}
-
 # Statuses that carry no ErrorInfo come from gRPC itself or from a proxy.
 _BY_CODE: dict[str, type[SpecdecError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
@@ -156,7 +128,7 @@ def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
 def _build(
     code: int, reason: str, message: str, *, field: str = "", retry_after_s: float | None = None, have: int = 0
 ) -> SpecdecError:
-    known = _BY_REASON.get(reason)
+    known = errors.type_of_reason(reason)
     if known is errors.KvMiss:
         return errors.KvMiss(message, have=have)
     name = code_pb2.Code.Name(code) if code in code_pb2.Code.values() else "INTERNAL"

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.engine_api import Engine
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, error_line
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
 from specdec.rpc.channels import require_free
 from specdec.rpc.server import ServiceServer
@@ -122,7 +122,7 @@ async def run_replica(
         ending.push_async_callback(server.stop, 0.0)
         _log.info("warming up")
         await engine.warm_up()
-        if settings.lane == "on":
+        if settings.unix_socket == "on":
             await servicer.open_unix_sockets(settings.max_message_bytes)
             ending.push_async_callback(servicer.close_unix_sockets, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
@@ -197,7 +197,7 @@ def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
     try:
         asyncio.run(service)
     except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {' '.join(error.message.split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -27,7 +27,7 @@ from specdec.checkpoints.preflight import require_servable
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
-from specdec.engine_api import SIMULATED_PREFIX, Engine
+from specdec.engine_api import Engine
 from specdec.errors import InvalidRequest
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
@@ -40,11 +40,13 @@ from specdec.service.lifecycle import (
     stop_on_signals,
 )
 from specdec.service.rank_group import run_ranks
-from specdec.settings.base import ReplicaSettings, parse_settings
+from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
+from specdec.settings.reading import parse_settings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
+from specdec.types import SIMULATED_PREFIX
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from specdec.engine.base import ModelShape, Worker

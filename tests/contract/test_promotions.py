@@ -48,7 +48,7 @@ async def follow(canary: Canary, generator: np.random.Generator, *, slower: floa
         if canary.promotion.status is not PromotionStatus.RUNNING:
             return seen
         await ask(canary, generator, 50, slower=slower)
-        await canary.look_at_store()
+        await canary.sync_with_store()
     return seen
 
 
@@ -105,18 +105,18 @@ async def test_coordinators_share_a_promotion_and_a_later_one_continues_it(
 ) -> None:
     first, second = Canary(store.promotions()), Canary(store.promotions())
     await first.promote("new", 0.05)
-    await second.look_at_store()
+    await second.sync_with_store()
     assert second.promotion == Promotion("new", 0.01, 0.05, PromotionStatus.RUNNING)
     sessions = [f"s{index}" for index in range(2000)]
     assert [*map(first.pool_of, sessions)] == [*map(second.pool_of, sessions)]
     await follow(second, np.random.default_rng(2))
-    await ask(first, np.random.default_rng(3), 4000, slower=0.4)  # its decision comes too late: the promotion is done
-    await first.look_at_store()
+    await ask(first, np.random.default_rng(3), 4000, slower=0.4)  # what it decides comes too late: it is there
+    await first.sync_with_store()
     later = Canary(store.promotions())
-    await later.look_at_store()
+    await later.sync_with_store()
     assert first.promotion == later.promotion == Promotion("new", 0.05, 0.05, PromotionStatus.DONE)
     await later.promote("new", 0.0)
-    await first.look_at_store()
+    await first.sync_with_store()
     assert first.promotion is None
 
 
@@ -144,14 +144,14 @@ async def test_an_invalid_record_is_refused_with_the_reason_and_can_be_replaced(
     ):
         await write(store, record)
         with pytest.raises(Internal, match="promote a draft pool again"):
-            await canary.look_at_store()
+            await canary.sync_with_store()
         assert await canary.promote("new", 1.0) is not None
 
 
 async def test_a_pool_of_the_longest_name_is_promoted(store: RedisSessionStore) -> None:
     name, canary = "\N{EVERGREEN TREE}" * MAX_POOL_NAME_CHARS, Canary(store.promotions())
     await Canary(store.promotions()).promote(name, 1.0)
-    await canary.look_at_store()
+    await canary.sync_with_store()
     assert canary.promotion == Promotion(name, 0.01, 1.0, PromotionStatus.RUNNING)
 
 
@@ -169,7 +169,7 @@ async def test_an_invalid_record_is_logged_once_and_later_ones_are_followed(
         await eventually(lambda: canary.promotion is not None)
     await canary.close()
     assert [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()] == [
-        "the promotion record in the store cannot be read; promote a draft pool again"
+        "promotion not synchronised: the promotion record in the store cannot be read; promote a draft pool again"
     ]
 
 
@@ -217,7 +217,7 @@ async def test_a_decision_made_while_the_store_hung_is_published_afterwards(
     async with asyncio.timeout(30):
         await eventually(lambda: canary.promotion.status is not PromotionStatus.RUNNING)
     later = Canary(store.promotions())
-    await later.look_at_store()
+    await later.sync_with_store()
     assert canary.promotion == later.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.ROLLED_BACK)
     await canary.close()
     await store.close()

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.replicas.pool import MAX_POOLS
+from coordinator.replicas.draft_pool_names import MAX_POOLS
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.status import from_rpc_error

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.front import readiness
 from coordinator.front.readiness import Readiness
-from coordinator.generation.commits import CommitQueue
+from coordinator.generation.publisher import CommitQueue
 from specdec.errors import Unavailable
 from specdec.state import connection
 from specdec.state.redis_store import open_store

@@ -21,7 +21,7 @@ QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 def distributions(size: int) -> st.SearchStrategy[np.ndarray]:
-    """Distributions with zeros, ties and masses from 1 down to 1e-15."""
+    """Return distributions with zeros, ties and masses from 1 down to 1e-15."""
     exponents = npst.arrays(
         np.float64, size, elements=st.one_of(st.just(-np.inf), st.integers(-15, 0), st.floats(-3, 0))
     )
@@ -50,7 +50,7 @@ def test_supports_are_ascending_positive_and_hold_what_is_drawn(distribution, s_
 
 @QUICK
 @given(distribution=distributions(30), ids=st.sets(st.integers(0, 29)), uniform=uniforms)
-def test_rows_sum_to_the_total_and_have_a_z_exactly_when_there_is_a_rest(distribution, ids, uniform) -> None:
+def test_rows_sum_to_the_total_and_a_tail_token_comes_with_tail_mass(distribution, ids, uniform) -> None:
     support_ids = np.array(sorted(ids), dtype=np.uint32)
     row = distribution_row(distribution, support_ids, uniform)
     assert row.weights.dtype == np.uint32
@@ -89,13 +89,13 @@ def test_decisions_keep_a_prefix_of_the_draft_and_add_one_token(q, p, key) -> No
         full = decision.num_accepted == len(drafts)
         assert decision.sources[-1] is (TokenSource.BONUS if full else TokenSource.CORRECTED)
         assert all(0.0 < value <= 1.0 for value in decision.p)
-        # What is emitted has mass under the target: nothing that p excludes ever leaves.
+        # Every emitted token has mass under the target: a token that p excludes is never emitted.
         assert all(p[index][token_id] > 0 for index, token_id in enumerate(decision.token_ids))
 
 
 @QUICK
 @given(tokens=st.lists(st.integers(0, 2**32 - 1), max_size=70), data=st.data())
-def test_a_chain_hash_does_not_depend_on_how_the_tokens_came(tokens, data) -> None:
+def test_a_chain_hash_does_not_depend_on_how_the_tokens_were_split(tokens, data) -> None:
     hasher = ChainHasher()
     while len(hasher) < len(tokens):
         length = data.draw(st.integers(len(hasher) + 1, len(tokens)))
@@ -113,7 +113,7 @@ def test_a_chain_hash_does_not_depend_on_how_the_tokens_came(tokens, data) -> No
     values=npst.arrays(np.float32, (3, 40), elements=st.sampled_from([-np.inf, -1.5, 0.0, 0.25, 7.0])),
     num=st.integers(1, 45),
 )
-def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
+def test_the_top_tokens_are_those_of_a_stable_sort(values, num) -> None:
     top, ids = likeliest(torch.tensor(values), num, floor=-torch.inf)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :num]
     np.testing.assert_array_equal(top.numpy(), np.take_along_axis(values, order, axis=-1))
@@ -124,7 +124,7 @@ def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
 @QUICK
 @given(
     logits=npst.arrays(np.float32, 24, elements=st.floats(-30, 30, width=16)),
-    distribution=st.builds(
+    filters=st.builds(
         SamplingFilters,
         temperature=st.floats(0.125, 4.0),
         top_k=st.integers(0, 30),
@@ -136,16 +136,16 @@ def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
     ),
     history=st.lists(st.integers(0, 23), max_size=12),
 )
-def test_distributions_are_distributions_and_both_twins_agree(logits, distribution, history) -> None:
-    reference = filtered_distribution(logits, distribution, history, len(history) // 2)
-    twin = filtered_distributions(
-        torch.tensor(logits[None]), [FilterContext(distribution, history, len(history) // 2)]
-    )[0].numpy()
+def test_filtered_distributions_sum_to_one_and_both_implementations_agree(logits, filters, history) -> None:
+    reference = filtered_distribution(logits, filters, history, len(history) // 2)
+    twin = filtered_distributions(torch.tensor(logits[None]), [FilterContext(filters, history, len(history) // 2)])[
+        0
+    ].numpy()
     for values in (reference, twin):
         assert abs(values.sum() - 1.0) < 1e-12
         assert (values >= 0).all()
-        assert not distribution.top_k or np.count_nonzero(values) <= distribution.top_k
-    # A threshold met to the last bit may fall either way; then the cut differs by one token and shows as such.
+        assert not filters.top_k or np.count_nonzero(values) <= filters.top_k
+    # A threshold that is met to the last bit may round either way; the cut then differs by one token.
     if np.array_equal(reference > 0, twin > 0):
         np.testing.assert_allclose(twin, reference, rtol=0, atol=1e-13)
     else:

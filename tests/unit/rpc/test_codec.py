@@ -15,11 +15,19 @@ from specdec.core.packed import PackedSupports
 from specdec.core.random import DrawKey
 from specdec.core.reference import distribution_row
 from specdec.core.rejection import residual_weights, verify_rejection
-from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal, InvalidRequest
 from specdec.rpc import codec, proposals, verifications
 from specdec.rpc.arrays import decode_supports, encode_supports
-from specdec.types import WEIGHT_TOTAL, DrawRule, Proposal, ProposeRequest, SamplingFilters, Support, VerifyRequest
+from specdec.types import (
+    MAX_SUPPORT,
+    WEIGHT_TOTAL,
+    DrawRule,
+    Proposal,
+    ProposeRequest,
+    SamplingFilters,
+    Support,
+    VerifyRequest,
+)
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.arithmetic_engines import (
     CONTEXT,

@@ -13,13 +13,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_service.config import DraftSettings
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import require_addresses, run_replica, run_to_exit_code
+from specdec.settings.draft import DraftSettings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
@@ -159,7 +159,7 @@ def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.Capture
 
     assert run_to_exit_code(succeed()) == 0
     assert run_to_exit_code(fail()) == 1
-    assert capsys.readouterr().err == "error: INVALID_ARGUMENT INVALID_REQUEST: no model at /nope\n"
+    assert capsys.readouterr().err == "error: no model at /nope (INVALID_REQUEST)\n"
 
 
 def test_a_process_ends_without_teardown_but_flushes_its_output() -> None:
