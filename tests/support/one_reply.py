@@ -1,4 +1,4 @@
-"""Replies read one at a time, as if each had come in a frame of its own."""
+"""Decoding of single replies, as if each came in a separate frame."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ AnswerT = TypeVar("AnswerT")
 
 
 def decode_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
-    """Raises Internal when the reply broke the protocol."""
+    """Return the decoded reply. Raises Internal if the reply is malformed."""
     return _only(proposals.decode_proposals([message], [request]))
 
 
 def decode_verification(message: target_pb2.Verification, request: VerifyRequest) -> Verification:
-    """Raises Internal when the reply broke the protocol."""
+    """Return the decoded reply. Raises Internal if the reply is malformed."""
     return _only(verifications.decode_verifications([message], [request]))
 
 
