@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.client import Client
 from specdec.errors import InvalidRequest
-from specdec.rpc.client import CALLS_ALONE, TargetLink
+from specdec.rpc.client import TargetLink
+from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.supervision.processes import free_ports
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
@@ -182,7 +183,7 @@ def test_services_of_one_machine_exchange_frames_over_unix_sockets(model: Path) 
         link = TargetLink(address)
         try:
             info = await link.info()
-            return [info.lane, info.device_lane]
+            return [info.unix_socket, info.device_thread_socket]
         finally:
             await link.close()
 
@@ -192,9 +193,9 @@ def test_services_of_one_machine_exchange_frames_over_unix_sockets(model: Path) 
         names = asyncio.run(unix_sockets_of(words[words.index("--listen") + 1]))
         with Client(endpoint) as client:
             client.generate(
-                prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, mode="off", max_new_tokens=CALLS_ALONE + 1
+                prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, mode="off", max_new_tokens=LONE_CALLS + 1
             )
-        # The kernel lists a name once for who listens and once for every end that was accepted.
+        # The kernel lists a name once for the listener and once for every accepted connection.
         ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
         assert [(name[:14], ends.count(name)) for name in names] == [("@specdec-lane-", 2)] * 2
 

@@ -45,7 +45,7 @@ class Injured:
 @pytest.fixture(scope="module")
 def injured(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Injured]:
     """Every test leaves it well, with all its parts serving."""
-    stack = Stack(*models)
+    stack = Stack(*models, coordinator_arguments=("--target-wait-s", "0"))
     injured = Injured(stack, tmp_path_factory.mktemp("injuries"))
     with stack:
         yield injured

@@ -1,7 +1,7 @@
 """What is asked of the device thread, in the order in which it is asked, and where that thread sleeps.
 
 A call goes from here to `device_loop`, on the device thread, which admits it. The thread sleeps in an event loop of its
-own, and looks into it between two steps: what reads a socket there (a device lane, `specdec.rpc.unix_socket_server`)
+own, and looks into it between two steps: what reads a socket there (`specdec.rpc.device_thread_socket`)
 can ask without waking anybody, and is answered without.
 
 Not here: what is asked (`device_loop`), answers on their way back (`delivery`). Any thread posts, the device thread

@@ -1,6 +1,7 @@
-"""Redis loses the end of its log after clients have seen it: repaired by who knows the tail, else refused by name.
+"""Redis loses the end of a session's log after clients have seen it.
 
-A real `redis-server` whose append-only file is truncated, as a machine's crash leaves it.
+The coordinator that wrote the lost tokens repairs the log; others refuse new turns with SESSION_LOST. The append-only
+file of a real `redis-server` is truncated, as the crash of a machine may leave it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ async def record_of(rig: Rig) -> SessionRecord:
 
 
 async def refusal_of(coordinator: Coordinator, asked: pb.GenerateRequest) -> SpecdecError:
-    """What a turn is refused with once nobody seems to run another one; until then it is told when to ask again."""
+    """Return the error of a turn. While the session seems busy, the turn is refused with a delay and sent again."""
     async with asyncio.timeout(4 * LEASE_TTL_S):
         while True:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -74,7 +75,7 @@ async def lose_the_tail(server: RedisServer, rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("expected", [None, HELD])
-async def test_the_coordinator_that_knows_the_tail_repairs_it_before_the_next_turn(
+async def test_the_coordinator_that_wrote_the_lost_tail_repairs_it_before_the_next_turn(
     lossy: tuple[RedisServer, Rig], expected: int | None
 ) -> None:
     server, rig = lossy
@@ -89,7 +90,7 @@ async def test_the_coordinator_that_knows_the_tail_repairs_it_before_the_next_tu
     assert (await record_of(rig)).request.turn == 1
 
 
-async def test_the_coordinator_that_knows_the_tail_replays_the_whole_turn(lossy: tuple[RedisServer, Rig]) -> None:
+async def test_the_coordinator_that_wrote_the_lost_tail_replays_the_whole_turn(lossy: tuple[RedisServer, Rig]) -> None:
     server, rig = lossy
     coordinator = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)
     first = await coordinator.generate(turn())
@@ -101,7 +102,7 @@ async def test_the_coordinator_that_knows_the_tail_replays_the_whole_turn(lossy:
     assert (await record_of(rig)).request.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_turn_that_is_lost_as_a_whole_is_repaired_by_who_knows_it(lossy: tuple[RedisServer, Rig]) -> None:
+async def test_a_turn_that_is_lost_as_a_whole_is_repaired_by_its_coordinator(lossy: tuple[RedisServer, Rig]) -> None:
     server, rig = lossy
     coordinator = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)
     first = await coordinator.generate(turn())
@@ -114,7 +115,7 @@ async def test_a_turn_that_is_lost_as_a_whole_is_repaired_by_who_knows_it(lossy:
     assert (await record_of(rig)).request.turn == 2
 
 
-async def test_a_coordinator_that_does_not_know_the_tail_refuses_by_name_until_the_turn_is_resumed(
+async def test_another_coordinator_refuses_new_turns_until_the_unfinished_turn_is_resumed(
     lossy: tuple[RedisServer, Rig],
 ) -> None:
     server, rig = lossy
@@ -128,7 +129,7 @@ async def test_a_coordinator_that_does_not_know_the_tail_refuses_by_name_until_t
         assert error.reason == "SESSION_LOST"
         assert str(num_left) in error.message
     assert str(HELD) in (await refusal_of(other, turn(HELD))).message
-    # Neither is a resumption that is refused a way around it.
+    # A refused resumption does not open the session to new turns either.
     for asked in (request(None, session_id="s", resume_from=NUM_TOKENS), turn()):
         assert (await refusal_of(other, asked)).reason == "SESSION_LOST"
     assert (await record_of(rig)).num_tokens == num_left
@@ -140,7 +141,7 @@ async def test_a_coordinator_that_does_not_know_the_tail_refuses_by_name_until_t
     assert second.token_ids == rig.target.worker.greedy_continuation([*PROMPT, *first.token_ids, *PROMPT], 5)
 
 
-async def test_a_caller_that_knows_what_is_left_of_the_session_may_go_on_from_there(
+async def test_a_caller_that_names_the_remaining_length_may_continue_from_there(
     lossy: tuple[RedisServer, Rig],
 ) -> None:
     server, rig = lossy
@@ -154,7 +155,7 @@ async def test_a_caller_that_knows_what_is_left_of_the_session_may_go_on_from_th
     assert second.token_ids == rig.target.worker.greedy_continuation(held, 5)
 
 
-async def test_what_another_coordinator_has_made_of_a_session_since_is_not_repaired_away() -> None:
+async def test_a_repair_does_not_overwrite_what_another_coordinator_wrote_since() -> None:
     async with Rig(drafts=0) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         await first.generate(turn())
@@ -168,7 +169,7 @@ async def test_what_another_coordinator_has_made_of_a_session_since_is_not_repai
         assert anew.started.num_prompt_tokens == len(PROMPT)
 
 
-async def test_a_turn_that_was_left_is_followed_by_the_next_one_at_any_coordinator() -> None:
+async def test_any_coordinator_accepts_the_turn_after_an_abandoned_one() -> None:
     async with Rig(drafts=0) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         stream = first.stub.Generate(turn(max_new_tokens=200))
@@ -183,7 +184,7 @@ async def test_a_turn_that_was_left_is_followed_by_the_next_one_at_any_coordinat
         assert following.token_ids == rig.target.worker.greedy_continuation([*held, *PROMPT], 5)
 
 
-async def test_what_is_no_beginning_of_the_remembered_tail_is_refused_and_stays_as_it_is() -> None:
+async def test_a_session_that_the_remembered_tail_does_not_continue_is_refused_and_unchanged() -> None:
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
         await coordinator.generate(turn())
@@ -198,7 +199,9 @@ async def test_what_is_no_beginning_of_the_remembered_tail_is_refused_and_stays_
         assert (record.owner, record.request.turn) == ("", 0)
 
 
-async def test_more_lost_than_is_remembered_is_refused_and_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loss_beyond_the_remembered_tokens_is_refused_and_the_session_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(log_repair, "MAX_TAIL_TOKENS", 20)
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
@@ -209,10 +212,10 @@ async def test_more_lost_than_is_remembered_is_refused_and_stays_as_it_is(monkey
         assert (await rig.store.read_tokens("s")).tolist() == left.tolist()
 
 
-async def test_a_client_that_leaves_while_the_tail_is_being_put_back_does_not_have_it_forgotten(
+async def test_a_repair_completes_although_its_client_disconnects(
     lossy: tuple[RedisServer, Rig],
 ) -> None:
-    """The lease that was taken for it has a newer epoch, as one of another coordinator would have."""
+    """The lease of an abandoned repair would have a newer epoch, as the lease of another coordinator has."""
     server, rig = lossy
     taken, gate = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What a coordinator tells people of its requests: a line in its log for each, and the figures of draft pools."""
+"""The reports of a coordinator about its requests: a log line for each, and the statistics of draft pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACCOUNT = "coordinator.generation.accounting"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Records of ended requests, as their fields."""
+    """Return the fields of the log records of ended requests."""
     return [vars(record) | {"message": record.getMessage()} for record in caplog.records if record.name == ACCOUNT]
 
 
@@ -23,7 +23,7 @@ async def draft_pool(coordinator: Coordinator) -> pb.PoolInfo:
     return pool
 
 
-async def test_a_finished_request_is_one_line_of_ids_counts_and_times(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_finished_request_logs_one_line_of_ids_counts_and_times(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=ACCOUNT)
     async with started_coordinator() as (_, coordinator):
         output = await coordinator.generate(request(session_id="s", request_id="r", max_new_tokens=6))
@@ -39,7 +39,7 @@ async def test_a_finished_request_is_one_line_of_ids_counts_and_times(caplog: py
     assert 0 < line["ttft_s"] <= line["e2el_s"]
 
 
-async def test_no_text_and_no_token_is_in_a_line_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_line_of_a_request_holds_no_text_and_no_token(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with started_coordinator() as (_, coordinator):
         asked = request(None, session_id="s", max_new_tokens=6, stop=["w499"])
@@ -50,7 +50,7 @@ async def test_no_text_and_no_token_is_in_a_line_of_a_request(caplog: pytest.Log
     assert not [text for text in ("w473", "w499", output.text, str(output.token_ids)) if text in told]
 
 
-async def test_a_request_that_was_left_is_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cancelled_request_logs_one_line_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=ACCOUNT)
     async with started_coordinator() as (_, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=300))
@@ -58,21 +58,21 @@ async def test_a_request_that_was_left_is_a_line_too(caplog: pytest.LogCaptureFi
         stream.cancel()
         await eventually(lambda: bool(lines(caplog)))
     (line,) = lines(caplog)
-    assert (line["message"], line["reason"], line["session_id"]) == ("request failed", "CANCELLED", "s")
+    assert (line["message"], line["reason"], line["session_id"]) == ("request cancelled", "client_left", "s")
     assert line["num_output_tokens"] >= 1
 
 
-async def test_a_pool_tells_alpha_once_a_token_was_tested_and_gamma_once_it_was_chosen() -> None:
+async def test_a_pool_reports_alpha_after_a_tested_token_and_gamma_after_a_choice() -> None:
     async with started_coordinator(draft_salt=0) as (_, coordinator):
         await coordinator.generate(request(mode=pb.SPECULATION_MODE_OFF, gamma=None))
         pool = await draft_pool(coordinator)
         assert not pool.HasField("alpha")
-        assert not pool.HasField("gamma")  # what asks for no draft says nothing of it
+        assert not pool.HasField("gamma")  # a request without drafts gives no statistics
         await coordinator.generate(request(gamma=3))
         pool = await draft_pool(coordinator)
         assert pool.alpha == 1.0
-        assert not pool.HasField("gamma")  # the caller chose it
+        assert not pool.HasField("gamma")  # the caller set gamma
         await coordinator.generate(request(gamma=None))
         pool = await draft_pool(coordinator)
         assert pool.HasField("gamma")
-        assert 0 <= pool.gamma <= 8  # 0 where a busy machine's first rounds did not pay
+        assert 0 <= pool.gamma <= 8  # 0 where drafting did not pay in the first rounds of a busy machine

@@ -1,6 +1,6 @@
-"""A request's pool changes between two rounds where that pays, and not otherwise: by times and scores that are given.
+"""A request changes its pool between two rounds only where the other pool is faster, by given times and scores.
 
-Real replicas say which pools there are; what they would take and score is told here, so that no test looks at a clock.
+Real replicas define the pools; their times and scores are given here, so that no test depends on a clock.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 from coordinator.requests import Provenance
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import DraftPoolStats, RoundTimes
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.request_router import WORTH_LEAVING, RequestRouter
 from coordinator.round.routing_table import RoutingTable
-from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import expected_rounds, rounds_of
@@ -35,10 +35,10 @@ Q = {"a": 0.2, "b": 0.9}
 
 
 class ToldScores(ScoreQueue):
-    """Scores a span at once, as `Q` says, without asking anybody."""
+    """Scores a span at once, from `Q`, without a call."""
 
     prefill_s = 0.0
-    """Of a token."""
+    """Seconds of prefill per token."""
 
     def put(self, span: Span) -> None:
         num_tokens = span.request.position.committed_len + len(span.p)
@@ -57,7 +57,7 @@ async def coordinator() -> AsyncIterator[Coordinator]:
 
 
 def record(alpha: float) -> DraftPoolStats:
-    """Of a pool whose drafts took a millisecond a token, and their verification twenty."""
+    """Return statistics of a pool whose drafts took 1 ms per token and their verification 20 ms."""
     of_pool = DraftPoolStats()
     for gamma in (1, 2, 4, 8) * 8:
         accepted = round(alpha * gamma)
@@ -76,7 +76,7 @@ def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcom
 
 
 class Request:
-    """One request that pool a drafts for, four tokens a round."""
+    """One request for which pool a drafts, with four tokens per round."""
 
     def __init__(self, coordinator: Coordinator, prefill_s: float, records: dict[str, DraftPoolStats]) -> None:
         self.scores = ToldScores(coordinator.pools)
@@ -94,7 +94,7 @@ class Request:
             self.route.note(outcome, len(outcome.token_ids))
 
     def seconds_of(self, pool: str, tested: Sequence[float], accepted: Sequence[float]) -> float:
-        """What a token takes with a pool, by what the span showed of it."""
+        """Return the seconds per token with a pool, from its part of the span."""
         own = Acceptance(1.0)
         own.add(tested, accepted, 1.0)
         rate = self.routes.rate(CLASS, pool, len(self.tokens), own)
@@ -109,7 +109,7 @@ def records() -> dict[str, DraftPoolStats]:
 
 
 async def break_even(coordinator: Coordinator) -> float:
-    """Seconds of prefill a token at which another pool is as good as worth leaving for, after one span."""
+    """Return the seconds of prefill per token at which a change to another pool just breaks even, after one span."""
     request = Request(coordinator, 1.0, records())
     request.run(SPAN + 1)
     scored = expected_rounds(rounds_of(Score((Q["b"],) * SPAN, forward_s=0.0), [1.0] * SPAN))
@@ -121,10 +121,10 @@ async def break_even(coordinator: Coordinator) -> float:
 
 
 @pytest.mark.parametrize(("share", "pool"), [(0.1, "b"), (0.98, "b"), (1.02, "a"), (10.0, "a")])
-async def test_a_pool_is_left_in_mid_stream_where_the_rest_pays_the_others_prefill(
+async def test_a_pool_is_left_in_mid_stream_where_the_remaining_gain_exceeds_the_others_prefill(
     coordinator: Coordinator, share: float, pool: str
 ) -> None:
-    """The rest is taken to be as long as what there is already, and the other must win by a margin."""
+    """The remaining output is assumed to be as long as the present one, and the other pool must win by a margin."""
     request = Request(coordinator, share * await break_even(coordinator), records())
     request.run(SPAN)
     assert request.route.next_pool("a", MUCH) == "a", "nothing was scored yet"
@@ -133,7 +133,7 @@ async def test_a_pool_is_left_in_mid_stream_where_the_rest_pays_the_others_prefi
     assert request.route.next_pool("a", MUCH) == "a", "asked once after each span"
 
 
-async def test_a_pool_is_not_left_for_the_few_tokens_that_may_still_come(coordinator: Coordinator) -> None:
+async def test_a_pool_is_not_left_for_few_remaining_tokens(coordinator: Coordinator) -> None:
     prefill_s = 0.5 * await break_even(coordinator)
     request = Request(coordinator, prefill_s, records())
     request.run(SPAN + 1)
@@ -142,15 +142,13 @@ async def test_a_pool_is_not_left_for_the_few_tokens_that_may_still_come(coordin
     assert request.route.next_pool("a", MUCH) == "b"
 
 
-async def test_a_pool_is_not_left_for_one_whose_times_nobody_knows(coordinator: Coordinator) -> None:
+async def test_a_pool_is_not_left_for_one_with_unknown_times(coordinator: Coordinator) -> None:
     request = Request(coordinator, 1e-9, defaultdict(DraftPoolStats))
     request.run(SPAN + 1)
     assert request.route.next_pool("a", MUCH) == "a"
 
 
-async def test_a_pool_is_not_left_for_one_that_is_as_good(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pool_is_not_left_for_an_equal_one(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Q, "b", 0.0)
     request = Request(coordinator, 1e-9, records())
     for _ in range(6):
@@ -158,14 +156,14 @@ async def test_a_pool_is_not_left_for_one_that_is_as_good(
         assert request.route.next_pool("a", MUCH) == "a"
 
 
-async def test_of_the_pool_that_drafts_the_tokens_count_that_were_tested(coordinator: Coordinator) -> None:
+async def test_for_the_pool_that_drafts_the_tested_tokens_count(coordinator: Coordinator) -> None:
     request = Request(coordinator, 1e-9, records())
     request.run(SPAN, num_accepted=1)  # and one refused; two were never looked at
-    (figures,) = request.routes.figures("a")
+    (figures,) = request.routes.stats("a")
     assert figures.alpha == pytest.approx(0.5)
 
 
-async def test_of_more_spans_than_may_wait_the_oldest_are_dropped(coordinator: Coordinator) -> None:
+async def test_the_oldest_spans_are_dropped_when_the_queue_is_full(coordinator: Coordinator) -> None:
     queue, ended = ScoreQueue(coordinator.pools), list[int]()
     request = ScoreRequest(make_round([5]), np.array([5], np.uint32))
     for index in range(MAX_WAITING + 8):

@@ -1,4 +1,4 @@
-"""A hung replica is left alone until it is heard of; a busy one is not taken for hung; a slow one gets more time."""
+"""A hung replica is out of use until it answers; a busy one stays in use; a slow one gets longer deadlines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from coordinator.replicas.replica_health import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_SLACK, ReplicaHealth
+from coordinator.replicas.replica import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_SLACK, ReplicaHealth
 
 
 @dataclass
@@ -28,27 +28,25 @@ def replica_health(clock: Clock) -> ReplicaHealth:
 
 
 def miss(replica_health: ReplicaHealth, clock: Clock, *, heard_at: float = 0.0) -> bool:
-    """One call that misses its deadline."""
-    replica_health.note_asked()
+    """Make one call that misses its deadline."""
+    replica_health.note_called()
     asked_at = clock.now
     clock.now += 0.1
     return replica_health.note_late(asked_at, heard_at)
 
 
-def test_a_replica_that_never_was_late_is_in_use(replica_health: ReplicaHealth) -> None:
+def test_a_replica_that_was_never_late_is_in_use(replica_health: ReplicaHealth) -> None:
     assert not replica_health.is_out(heard_at=0.0)
 
 
-def test_one_missed_deadline_without_a_sign_of_life_puts_a_replica_out(
+def test_one_missed_deadline_without_any_answer_takes_a_replica_out_of_use(
     replica_health: ReplicaHealth, clock: Clock
 ) -> None:
     assert miss(replica_health, clock)
     assert replica_health.is_out(heard_at=0.0)
 
 
-def test_a_replica_that_answered_others_meanwhile_is_busy_and_stays_in_use(
-    replica_health: ReplicaHealth, clock: Clock
-) -> None:
+def test_a_late_replica_that_answered_other_calls_stays_in_use(replica_health: ReplicaHealth, clock: Clock) -> None:
     assert not miss(replica_health, clock, heard_at=clock.now + 0.05)
     assert not replica_health.is_out(heard_at=clock.now)
     assert replica_health.slack == 2.0
@@ -63,7 +61,7 @@ def test_its_first_late_answer_brings_it_back_with_more_time(replica_health: Rep
     assert replica_health.slack == 1.0
 
 
-def test_a_slow_replica_gets_twice_the_time_each_time_up_to_a_limit(
+def test_each_late_answer_doubles_a_replicas_deadlines_up_to_a_limit(
     replica_health: ReplicaHealth, clock: Clock
 ) -> None:
     for _ in range(20):
@@ -73,7 +71,7 @@ def test_a_slow_replica_gets_twice_the_time_each_time_up_to_a_limit(
     assert replica_health.slack == MAX_SLACK
 
 
-def test_a_replica_never_heard_of_is_tried_less_and_less_often_and_never_gets_more_time(
+def test_a_silent_replica_is_tried_less_and_less_often_without_longer_deadlines(
     replica_health: ReplicaHealth, clock: Clock
 ) -> None:
     pauses = []
@@ -92,13 +90,13 @@ def test_only_one_session_tries_a_replica_again(replica_health: ReplicaHealth, c
     clock.now += FIRST_PAUSE_S
     assert not replica_health.is_out(heard_at=0.0)
     assert replica_health.is_marked
-    replica_health.note_asked()
+    replica_health.note_called()
     assert replica_health.is_out(heard_at=0.0)
     assert not replica_health.is_out(heard_at=clock.now)
     assert not replica_health.is_marked
 
 
-def test_many_sessions_that_wait_for_one_hung_replica_count_as_one_lateness(
+def test_the_missed_deadlines_of_many_sessions_at_one_hung_replica_count_once(
     replica_health: ReplicaHealth, clock: Clock
 ) -> None:
     asked_at = clock.now
@@ -109,7 +107,7 @@ def test_many_sessions_that_wait_for_one_hung_replica_count_as_one_lateness(
     assert not replica_health.is_out(heard_at=0.0)
 
 
-def test_a_replica_that_kept_a_deadline_begins_afresh(replica_health: ReplicaHealth, clock: Clock) -> None:
+def test_a_replica_that_met_a_deadline_is_reset(replica_health: ReplicaHealth, clock: Clock) -> None:
     for _ in range(4):
         miss(replica_health, clock)
         clock.now += MAX_PAUSE_S
@@ -120,18 +118,20 @@ def test_a_replica_that_kept_a_deadline_begins_afresh(replica_health: ReplicaHea
     assert not replica_health.is_out(heard_at=0.0)
 
 
-def test_what_was_heard_when_a_call_was_sent_is_no_answer_to_it(replica_health: ReplicaHealth, clock: Clock) -> None:
+def test_an_answer_that_came_before_a_call_was_sent_does_not_count_for_it(
+    replica_health: ReplicaHealth, clock: Clock
+) -> None:
     assert miss(replica_health, clock, heard_at=clock.now)
 
 
-def test_what_was_heard_when_the_replica_was_given_up_does_not_bring_it_back(
+def test_an_answer_that_came_before_the_replica_was_marked_does_not_bring_it_back(
     replica_health: ReplicaHealth, clock: Clock
 ) -> None:
     miss(replica_health, clock)
     assert replica_health.is_out(heard_at=clock.now)
 
 
-def test_a_call_sent_when_the_replica_was_given_up_counts_with_the_one_that_gave_it_up(
+def test_a_call_sent_before_the_replica_was_marked_does_not_mark_it_again(
     replica_health: ReplicaHealth, clock: Clock
 ) -> None:
     miss(replica_health, clock)

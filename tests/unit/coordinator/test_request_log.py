@@ -1,4 +1,4 @@
-"""What the store keeps of a request reads back exactly."""
+"""A request that was written to the store reads back exactly."""
 
 from __future__ import annotations
 

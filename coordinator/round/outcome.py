@@ -1,23 +1,51 @@
-"""Where the tokens of a decided round came from: source, p, q, logprobs.
+"""The outcome of one round: the decided tokens, where each came from, and what the round cost.
 
-Not here: the decision (core), the wire. Called by `runner`.
+The `runner` makes it. `generation/publisher` commits the tokens, `generation/accounting` counts the round, and
+`request_router` learns from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
+from coordinator.round.timeline import RoundTimeline
 from specdec.core.rejection import Decision
 from specdec.types import LogitRow, Support, Verification
+
+
+class RoundOutcome(NamedTuple):
+    """The decision of a round. Nothing of it is committed yet."""
+
+    token_ids: tuple[int, ...]
+    provenance: Provenance
+    num_draft_tokens: int
+    num_accepted: int
+    draft_s: float
+    """Wait for the draft; 0 when none was requested."""
+    verify_s: float
+    wire_bytes: int
+    """Bytes of all calls, failed ones included."""
+    num_cached_tokens: int
+    """Number of committed tokens whose KV the target already held."""
+    draft_pool: str
+    target_only_cause: str
+    """Reason for a missing draft: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
+    target that was to draft by itself), or an error's reason; "" where there was a draft token."""
+    supports: Sequence[Support]
+    """Supports of the draft tokens; empty in greedy and coupled rounds."""
+    verification: Verification
+    timeline: RoundTimeline | None = None
+    """Recorded where the setting says so."""
 
 
 def trace_tokens(
     decision: Decision, supports: Sequence[Support], verification: Verification, draft_pool: str
 ) -> Provenance:
-    """Columns over the decided tokens; logprobs are set when the target sent logit rows."""
+    """Return where the decided tokens came from, as columns; logprobs are set when the target sent logit rows."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     if verification.logit_rows:
         logprobs = tuple(
@@ -39,7 +67,7 @@ def _logprobs(token_id: int, index: int, supports: Sequence[Support], verificati
 
 
 def _emitted_logit(token_id: int, row: LogitRow, support: Support | None) -> float:
-    """The emitted token is in the position's support, or it is the one token outside that the target named."""
+    """Return the logit of the emitted token, which is in the position's support or is the row's tail token."""
     if support is not None:
         place = int(np.searchsorted(support.token_ids, token_id))
         if place < len(support.token_ids) and support.token_ids[place] == token_id:
