@@ -26,8 +26,9 @@ TokenIds: TypeAlias = "NDArray[np.uint32]"
 #: Sum of the uint32 weights in which a target distribution travels (docs/protocol.md section 3).
 WEIGHT_TOTAL = 1 << 31
 
-#: Most entries of a support. Vocabularies up to this size may send their whole distribution: a cut would cost
-#: acceptance and save few bytes. It also keeps W below 2^31, so that products of the integer rule fit into 62 bits.
+#: Limit on the entries of a support. Vocabularies up to this size may send their whole distribution: a cut would cost
+#: acceptance and save few bytes. It also keeps W below 2^31, so that every product of the integer rule fits into 62
+#: bits.
 MAX_SUPPORT = 1 << 15
 
 #: Prefix of model names that stand for a simulation with parameters and no weights (`specdec.engine.simulated.pair`).
