@@ -60,10 +60,10 @@ class ZipfWorker(Worker):
 
 
 async def _serve(role: str, noise: float, listen: str) -> None:
-    from draft_service.config import DraftSettings
     from draft_service.proposer import Proposer
     from draft_service.servicer import DraftServicer
-    from target_service.config import TargetSettings
+    from specdec.settings.draft import DraftSettings
+    from specdec.settings.target import TargetSettings
     from target_service.servicer import TargetServicer
     from target_service.verifier import Verifier
 

@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from coordinator.config import CoordinatorSettings
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
@@ -35,7 +34,8 @@ from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.settings.addresses import advertised_address, split_address
-from specdec.settings.base import parse_settings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.reading import parse_settings
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 

@@ -42,7 +42,7 @@ LEAVING_GRACE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """Settings of admission and rounds (see `coordinator.config`)."""
+    """Settings of admission and rounds (see `specdec.settings.coordinator`)."""
 
     coordinator_id: str
     lease_ttl_s: float

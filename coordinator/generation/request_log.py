@@ -68,7 +68,7 @@ async def read_logged_request(
         round_id=record.round_id,
         stats=decode_stats(stored.stats_json),
         finish_reason=stored.finish_reason,
-        kv_locations=record.homes,
+        kv_locations=record.locations,
     )
 
 

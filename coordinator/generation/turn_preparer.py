@@ -115,7 +115,7 @@ class TurnPreparer:
                 began=began,
                 agreed_len=prompt.keep,
                 is_new_session=is_new,
-                kv_locations=fresh.homes,
+                kv_locations=fresh.locations,
                 prefix_tokens=await self._prefixes.answer(looking_up),
             )
         except BaseException as error:

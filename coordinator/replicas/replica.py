@@ -243,7 +243,8 @@ class Replica(Generic[LinkT]):
                 self.model,
             )
         self.info = info
-        self.link.lane, self.link.device_lane = info.lane, info.device_lane
+        self.link.transports.unix_socket = info.unix_socket
+        self.link.transports.device_thread_socket = info.device_thread_socket
         self.is_alive = True
         self._new_sessions = 0
         self._last_warning = ""

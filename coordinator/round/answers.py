@@ -2,7 +2,7 @@
 
 A replica that answers nonsense must not end a stream that another replica can serve, and must not put a token into the
 log that no tokenizer knows. Its refusals are not the client's fault either. `draft_calls` and `target_calls` apply the
-checks; `specdec.rpc.replies` checks the shape.
+checks; `specdec.rpc.proposals` checks the shape.
 """
 
 from __future__ import annotations

@@ -133,15 +133,15 @@ class DraftCalls:
         """Send the request with a deadline that fits the number of draft tokens and of tokens to prefill."""
         self._called_at = asyncio.get_running_loop().time()
         replica.health.note_called()
-        patience = None
+        call_timeout = None
         if self._setting.draft_timeout_s is not None:
             # The replica has to run all tokens that are sent, unless another session left a prefix of them there.
             # A hung replica that is tried again gets no time for them: its answer brings it back, however late.
             num_unseen = 0 if replica.health.is_marked else len(position.token_ids)
             silence_s = self._deadline.deadline_s(gamma, num_unseen) * replica.health.slack
-            patience = CallTimeout(silence_s, self._setting.draft_timeout_s)
+            call_timeout = CallTimeout(silence_s, self._setting.draft_timeout_s)
         request = ProposeRequest(position, gamma)
-        return replica.link.propose(request, wire, model=replica.model, patience=patience)
+        return replica.link.propose(request, wire, model=replica.model, call_timeout=call_timeout)
 
     def _note_failure(self, replica: DraftReplica, error: BaseException) -> str:
         """Decide when the session calls its draft again; return the cause as one word."""

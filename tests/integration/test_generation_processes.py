@@ -90,7 +90,8 @@ def test_a_draft_with_another_vocabulary_ends_the_coordinator_with_both_fingerpr
         log = stack.parts["coordinator"].log
     lines = [line for line in log.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert lines[0].startswith("error: FAILED_PRECONDITION VOCABULARY_MISMATCH: draft replica ")
+    assert lines[0].startswith("error: draft replica ")
+    assert lines[0].endswith("(VOCABULARY_MISMATCH)")
     assert "Traceback" not in log
 
 
@@ -114,9 +115,9 @@ def test_a_draft_redeployed_with_another_vocabulary_is_left_out_while_the_coordi
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (["--tokenizer", "no/such/model/dir"], 1, "error: INVALID_ARGUMENT INVALID_REQUEST: "),
-        (["--tokenizer", "MODEL", "--redis-url", "redis://127.0.0.1:1"], 1, "error: UNAVAILABLE STORE_UNAVAILABLE: "),
-        (["--tokenizer", "MODEL", "--listen", "TAKEN"], 1, "error: UNAVAILABLE REPLICA_UNAVAILABLE: cannot listen"),
+        (["--tokenizer", "no/such/model/dir"], 1, "(INVALID_REQUEST)"),
+        (["--tokenizer", "MODEL", "--redis-url", "redis://127.0.0.1:1"], 1, "(STORE_UNAVAILABLE)"),
+        (["--tokenizer", "MODEL", "--listen", "TAKEN"], 1, "error: cannot listen"),
         (["--tokenizer", "MODEL", "--redis-url", "memory://"], 2, "error: --redis-url memory:// needs"),
         ([], 2, "error: --tokenizer: Field required"),
     ],
@@ -130,7 +131,8 @@ def test_a_coordinator_that_cannot_start_prints_one_line_on_stderr(
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == code
     assert result.stdout == ""
-    assert result.stderr.startswith(line), result.stderr
+    assert result.stderr.startswith("error: "), result.stderr
+    assert line in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -363,7 +363,7 @@ def never_idle(rig: Rig) -> None:
     """Keep the target busy with other calls whenever it is to score."""
 
     async def score(asked: Any) -> Any:
-        raise ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
+        raise ResourceExhausted("this replica is busy with other calls", reason="REPLICA_BUSY")
 
     rig.target.engine.score = score  # type: ignore[method-assign]
 

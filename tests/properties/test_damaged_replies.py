@@ -19,7 +19,7 @@ from specdec.core.reference import cut_support, distribution_row
 from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import draw_from_support
 from specdec.errors import Internal
-from specdec.rpc import replies
+from specdec.rpc import proposals, verifications
 from specdec.types import (
     WEIGHT_TOTAL,
     DrawRule,
@@ -100,9 +100,9 @@ def damaged(message: Any, damage: list[tuple[str, float, int]]) -> Any:
 def test_a_damaged_draft_is_refused_alone_or_is_a_valid_draft(
     asked: list[Exchange], victim: int, damage: list[tuple[str, float, int]]
 ) -> None:
-    messages = [replies.encode_proposal(exchange.proposal, index) for index, exchange in enumerate(asked)]
+    messages = [proposals.encode_proposal(exchange.proposal, index) for index, exchange in enumerate(asked)]
     messages[victim] = damaged(messages[victim], damage)
-    answers = replies.decode_proposals(messages, [exchange.propose for exchange in asked])
+    answers = proposals.decode_proposals(messages, [exchange.propose for exchange in asked])
     assert not any(isinstance(answer, Internal) for index, answer in enumerate(answers) if index != victim)
     answer = answers[victim]
     if isinstance(answer, Internal):
@@ -120,9 +120,9 @@ def test_a_damaged_draft_is_refused_alone_or_is_a_valid_draft(
 def test_a_damaged_verification_is_refused_alone_or_decides_a_valid_round(
     asked: list[Exchange], victim: int, damage: list[tuple[str, float, int]]
 ) -> None:
-    messages = [replies.encode_verification(exchange.verification, index) for index, exchange in enumerate(asked)]
+    messages = [verifications.encode_verification(exchange.verification, index) for index, exchange in enumerate(asked)]
     messages[victim] = damaged(messages[victim], damage)
-    answers = replies.decode_verifications(messages, [exchange.verify for exchange in asked])
+    answers = verifications.decode_verifications(messages, [exchange.verify for exchange in asked])
     assert not any(isinstance(answer, Internal) for index, answer in enumerate(answers) if index != victim)
     answer, exchange = answers[victim], asked[victim]
     if isinstance(answer, Internal):
@@ -140,7 +140,7 @@ def test_a_damaged_verification_is_refused_alone_or_decides_a_valid_round(
 @pytest.mark.parametrize("moved", [1, -1, 1 << 31])
 def test_weights_that_do_not_sum_to_the_total_are_refused(moved: int) -> None:
     exchange = Exchange(1, 2, is_greedy=False)
-    message = replies.encode_verification(exchange.verification, 0)
+    message = verifications.encode_verification(exchange.verification, 0)
     weights = np.frombuffer(message.weights, "<u4").copy()
     weights[0] = (int(weights[0]) + moved) % (1 << 32)
     message.weights = weights.tobytes()

@@ -143,10 +143,6 @@ class SimulatedReplica:
         self._sessions.release_all()
         self._closed.set()
 
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """None: it has no thread of its own."""
-        return None
-
     async def wait_ended(self) -> None:
         """Returns once the engine has been closed."""
         await self._closed.wait()

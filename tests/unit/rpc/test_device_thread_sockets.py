@@ -1,4 +1,4 @@
-"""The lane that a device's own thread reads: who goes over it, what a hang or an end of the device makes of it."""
+"""The device-thread socket: which calls use it, and its behaviour when the device hangs or ends."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ import pytest
 
 from specdec import errors
 from specdec.engine.loop import watchdog
-from specdec.rpc.client import CALLS_ALONE, DraftLink
-from specdec.rpc.device_thread_socket import LOOK_S
+from specdec.rpc.client import DraftLink
+from specdec.rpc.device_thread_socket import CHECK_INTERVAL_S
+from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.rpc.unix_sockets import handshake, prefixed, socket_path
 from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
 from tests.support.device_thread_socket_rig import Replica, announce_unix_sockets, linked
-from tests.support.noted_frames import noted_frames
 from tests.support.open_files import no_more_files
+from tests.support.recorded_frames import recorded_frames
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="lanes are abstract sockets, which Linux alone has")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets exist on Linux alone")
 
 DEVICE, SERVICE = "specdec-device", "MainThread"
 _PATIENCE_S = 20.0
 
 
 def sockets_named(name: str) -> int:
-    """The kernel lists a name once for who listens and once for every end that was taken."""
+    """Return how often the kernel lists a name: once for the listener and once for every accepted connection."""
     return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
 
 
@@ -44,40 +45,40 @@ async def rounds(link: DraftLink, count: int, session_id: str = "s", first: int 
     return [(answer.draft_token_ids.tolist(), answer.kv_len, answer.num_cached_tokens) for answer in answers]
 
 
-async def test_calls_that_come_one_at_a_time_are_made_in_the_devices_thread_with_the_same_answers() -> None:
+async def test_lone_calls_run_on_the_device_thread_with_the_same_answers() -> None:
     async with Replica() as replica, linked(replica) as link:
-        alone = await rounds(link, CALLS_ALONE + 6)
-        assert replica.engine.threads == [SERVICE] * (CALLS_ALONE - 1) + [DEVICE] * 7
+        alone = await rounds(link, LONE_CALLS + 6)
+        assert replica.engine.threads == [SERVICE] * (LONE_CALLS - 1) + [DEVICE] * 7
     async with Replica() as replica, linked(replica) as link:
-        link.device_lane = ""
-        assert await rounds(link, CALLS_ALONE + 6) == alone
+        link.transports.device_thread_socket = ""
+        assert await rounds(link, LONE_CALLS + 6) == alone
         assert set(replica.engine.threads) == {SERVICE}
 
 
-async def test_a_call_that_comes_alone_leaves_in_the_turn_that_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lone_call_is_sent_in_the_turn_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE + 1)
-        frames = noted_frames(monkeypatch)
+        await rounds(link, LONE_CALLS + 1)
+        frames = recorded_frames(monkeypatch)
         asked = asyncio.create_task(link.propose(ask(round_id=100, num_tokens=20)))
-        await asyncio.sleep(0)  # it has asked; what it left for the end of the turn comes after this
+        await asyncio.sleep(0)  # the call has started; callbacks at the end of the turn come after this
         assert frames == [1]
         await asked
 
 
-async def test_calls_that_come_together_are_left_to_the_services_thread() -> None:
+async def test_concurrent_calls_run_on_the_services_thread() -> None:
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE)
+        await rounds(link, LONE_CALLS)
         replica.engine.threads.clear()
         await asyncio.gather(*(rounds(link, 10, f"s{index}") for index in range(4)))
-        assert replica.engine.threads.count(DEVICE) <= 1  # the first, which knew of no other
+        assert replica.engine.threads.count(DEVICE) <= 1  # the first call, which started alone
         replica.engine.threads.clear()
-        await rounds(link, CALLS_ALONE + 1, first=100)
-        assert replica.engine.threads[-1] == DEVICE  # alone again
+        await rounds(link, LONE_CALLS + 1, first=100)
+        assert replica.engine.threads[-1] == DEVICE  # calls come alone again
 
 
-async def test_the_same_call_over_both_lanes_is_one_call() -> None:
+async def test_the_same_call_over_both_sockets_runs_once() -> None:
     async with Replica() as replica, linked(replica) as link, linked(replica) as other:
-        await rounds(link, CALLS_ALONE)
+        await rounds(link, LONE_CALLS)
         replica.worker.allow(0)
         first = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
@@ -91,9 +92,9 @@ async def test_the_same_call_over_both_lanes_is_one_call() -> None:
         assert len(replica.worker.plans) == steps + 2  # of three tokens
 
 
-async def test_what_comes_while_others_calls_run_is_read_between_two_steps() -> None:
+async def test_a_call_that_arrives_during_a_step_is_read_between_two_steps() -> None:
     async with Replica() as replica, linked(replica) as link, linked(replica) as other:
-        await rounds(link, CALLS_ALONE)
+        await rounds(link, LONE_CALLS)
         replica.worker.allow(0)
         long = asyncio.create_task(other.propose(ProposeRequest(make_round("long"), 12)))
         await replica.worker.held()
@@ -110,52 +111,54 @@ async def test_what_comes_while_others_calls_run_is_read_between_two_steps() -> 
         assert replica.engine.threads[-2:] == [SERVICE, DEVICE]
 
 
-async def test_a_hung_device_fails_its_callers_at_once_and_has_another_lane_when_it_is_well(
+async def test_a_hung_device_fails_its_callers_at_once_and_has_a_new_socket_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
     async with Replica() as replica, linked(replica) as link, linked(replica) as other:
-        await rounds(link, CALLS_ALONE)
-        name = replica.device_lane
+        await rounds(link, LONE_CALLS)
+        name = replica.device_thread_socket
         replica.worker.allow(0)
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
         async with asyncio.timeout(_PATIENCE_S):
-            with pytest.raises(errors.Unavailable, match="closed the lane"):
+            with pytest.raises(errors.Unavailable, match="closed the Unix socket"):
                 await call
             with pytest.raises(errors.Unavailable, match="hangs"):
                 await link.propose(ask("t"))
-            assert replica.device_lane == ""
-            # Whoever knew the name finds nobody there.
+            assert replica.device_thread_socket == ""
+            # A peer that knows the old name cannot connect.
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_unix_connection(socket_path(name))
         replica.worker.let_go()
-        await eventually(lambda: replica.device_lane not in ("", name))
+        await eventually(lambda: replica.device_thread_socket not in ("", name))
         replica.engine.threads.clear()
         for each in (link, other):
             announce_unix_sockets(replica, each)
             async with asyncio.timeout(_PATIENCE_S):
-                await rounds(each, CALLS_ALONE + 1, "u", first=100 * (each is other))
+                await rounds(each, LONE_CALLS + 1, "u", first=100 * (each is other))
             assert replica.engine.threads[-1] == DEVICE
 
 
-async def test_who_waits_to_be_taken_by_a_hung_device_is_hung_up_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_waits_to_be_accepted_by_a_hung_device_is_closed_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
     async with Replica() as replica, linked(replica) as link, linked(replica) as late:
-        await rounds(link, CALLS_ALONE)
-        await rounds(late, CALLS_ALONE - 1, "late")
+        await rounds(link, LONE_CALLS)
+        await rounds(late, LONE_CALLS - 1, "late")
         replica.worker.allow(0)
         first = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
-        second = asyncio.create_task(late.propose(ask("w")))  # over a device lane that it has not met yet
+        second = asyncio.create_task(late.propose(ask("w")))  # over a device-thread socket without a handshake yet
         async with asyncio.timeout(_PATIENCE_S):
-            with pytest.raises(errors.Unavailable, match="closed the lane"):
+            with pytest.raises(errors.Unavailable, match="closed the Unix socket"):
                 await first
-            with pytest.raises(errors.Unavailable, match="hangs"):  # by what it asked over the other lane then
+            with pytest.raises(errors.Unavailable, match="hangs"):  # the answer over the other socket
                 await second
 
 
-async def test_a_long_step_after_a_hang_does_not_keep_the_lane_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_step_after_a_hang_does_not_delay_the_new_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.6)
     async with Replica() as replica, linked(replica) as link:
         call = asyncio.create_task(link.propose(ask("t")))
@@ -163,26 +166,26 @@ async def test_a_long_step_after_a_hang_does_not_keep_the_lane_away(monkeypatch:
         await replica.worker.held()
         with pytest.raises(errors.Unavailable):
             await call
-        await eventually(lambda: not replica.device_lane)
-        replica.worker.allow(1)  # the hung step ends, and another one, of whoever comes next, is held
+        await eventually(lambda: not replica.device_thread_socket)
+        replica.worker.allow(1)  # the hung step ends, and the next step is held
         async with asyncio.timeout(_PATIENCE_S):
-            await eventually(lambda: bool(replica.device_lane))
+            await eventually(lambda: bool(replica.device_thread_socket))
 
 
-async def test_a_draining_replica_answers_what_is_in_flight_on_it_and_waits_for_nobody_idle() -> None:
+async def test_a_draining_replica_answers_calls_in_flight_and_does_not_wait_for_idle_connections() -> None:
     async with Replica() as replica, linked(replica) as link, linked(replica) as idle:
-        await rounds(link, CALLS_ALONE)
-        await rounds(idle, CALLS_ALONE, "idle")
-        name = replica.device_lane
+        await rounds(link, LONE_CALLS)
+        await rounds(idle, LONE_CALLS, "idle")
+        name = replica.device_thread_socket
         assert sockets_named(name) == 3
         replica.worker.allow(0)
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
         replica.servicer.drain()
         ending = asyncio.create_task(replica.servicer.close_unix_sockets(10 * _PATIENCE_S))
-        await asyncio.sleep(2 * LOOK_S)
+        await asyncio.sleep(2 * CHECK_INTERVAL_S)
         assert not ending.done()
-        assert replica.device_lane == ""
+        assert replica.device_thread_socket == ""
         replica.worker.let_go()
         async with asyncio.timeout(_PATIENCE_S):
             assert (await call).draft_token_ids.tolist()
@@ -192,43 +195,43 @@ async def test_a_draining_replica_answers_what_is_in_flight_on_it_and_waits_for_
             await link.propose(ask("u"))
 
 
-async def test_a_device_that_hangs_while_its_service_drains_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_hangs_during_a_drain_does_not_delay_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE)
+        await rounds(link, LONE_CALLS)
         replica.worker.allow(0)
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
         replica.servicer.drain()
         async with asyncio.timeout(_PATIENCE_S):
             ending = asyncio.create_task(replica.servicer.close_unix_sockets(10 * _PATIENCE_S))
-            with pytest.raises(errors.Unavailable, match="closed the lane"):
+            with pytest.raises(errors.Unavailable, match="closed the Unix socket"):
                 await call
             await ending
         replica.worker.let_go()
         await eventually(lambda: not replica.engine.is_stalled)
-        await asyncio.sleep(2 * LOOK_S)
-        assert replica.device_lane == ""  # which is closed by then
+        await asyncio.sleep(2 * CHECK_INTERVAL_S)
+        assert replica.device_thread_socket == ""  # the servicer has closed it by then
 
 
-async def test_a_draining_replica_whose_device_sleeps_is_left_at_once() -> None:
+async def test_a_draining_replica_with_an_idle_device_closes_its_sockets_at_once() -> None:
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE)
+        await rounds(link, LONE_CALLS)
         replica.servicer.drain()
         async with asyncio.timeout(_PATIENCE_S):
             await replica.servicer.close_unix_sockets(10 * _PATIENCE_S)
 
 
-@pytest.mark.parametrize("words", [b"", handshake("")], ids=["silent", "greets"])
-async def test_who_is_taken_while_a_step_runs_and_asks_nothing_keeps_no_draining_replica(words: bytes) -> None:
+@pytest.mark.parametrize("words", [b"", handshake("")], ids=["silent", "shakes hands"])
+async def test_a_connection_without_calls_that_was_accepted_during_a_step_does_not_delay_a_drain(words: bytes) -> None:
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE - 1)
+        await rounds(link, LONE_CALLS - 1)
         replica.worker.allow(0)
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
-        _, writer = await asyncio.open_unix_connection(socket_path(replica.device_lane))
+        _, writer = await asyncio.open_unix_connection(socket_path(replica.device_thread_socket))
         writer.write(words)
-        await asyncio.sleep(0.1)  # taken by the service's thread
+        await asyncio.sleep(0.1)  # accepted by the service's thread
         replica.servicer.drain()
         ending = asyncio.create_task(replica.servicer.close_unix_sockets(10 * _PATIENCE_S))
         await asyncio.sleep(0.1)
@@ -239,55 +242,55 @@ async def test_who_is_taken_while_a_step_runs_and_asks_nothing_keeps_no_draining
         writer.close()
 
 
-async def test_an_engine_that_ends_under_it_answers_what_is_in_flight_and_hangs_up() -> None:
+async def test_an_engine_that_is_closed_answers_calls_in_flight_and_then_disconnects() -> None:
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE)
-        name = replica.device_lane
+        await rounds(link, LONE_CALLS)
+        name = replica.device_thread_socket
         replica.worker.allow(1)
         call = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
         ending = asyncio.create_task(replica.engine.close())
         replica.worker.let_go()
-        assert len((await call).draft_token_ids) == 3  # what is in flight is finished
+        assert len((await call).draft_token_ids) == 3  # calls in flight are finished
         async with asyncio.timeout(_PATIENCE_S):
             await ending
             with pytest.raises(errors.Unavailable):
                 await link.propose(ask("u"))
-            await eventually(lambda: not replica.device_lane)
+            await eventually(lambda: not replica.device_thread_socket)
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_unix_connection(socket_path(name))
         assert replica.engine.share_event_loop().is_closed()
 
 
-async def test_a_lane_is_there_again_once_there_are_files_for_it() -> None:
+async def test_the_socket_is_opened_again_once_file_descriptors_are_free() -> None:
     async with Replica() as replica, linked(replica) as link:
-        name = replica.device_lane
-        await rounds(link, CALLS_ALONE - 1)
+        name = replica.device_thread_socket
+        await rounds(link, LONE_CALLS - 1)
         async with asyncio.timeout(_PATIENCE_S):
             with socket.socket(socket.AF_UNIX) as caller, no_more_files():
                 caller.connect(socket_path(name))
-                await eventually(lambda: replica.device_lane == "")
-                with os.fdopen(os.dup(0)):  # instead of what listened
-                    await asyncio.sleep(2 * LOOK_S)
-            await eventually(lambda: replica.device_lane not in ("", name))
+                await eventually(lambda: replica.device_thread_socket == "")
+                with os.fdopen(os.dup(0)):  # takes the descriptor of the listener
+                    await asyncio.sleep(2 * CHECK_INTERVAL_S)
+            await eventually(lambda: replica.device_thread_socket not in ("", name))
         announce_unix_sockets(replica, link)
         await rounds(link, 2, "t")
         assert replica.engine.threads[-1] == DEVICE
 
 
-async def test_a_link_that_is_closed_leaves_both_lanes() -> None:
+async def test_a_closed_link_disconnects_from_both_sockets() -> None:
     async with Replica() as replica:
         async with linked(replica) as link:
-            await rounds(link, CALLS_ALONE)
-            names = (link.lane, link.device_lane)
+            await rounds(link, LONE_CALLS)
+            names = (link.transports.unix_socket, link.transports.device_thread_socket)
             assert [sockets_named(name) for name in names] == [2, 2]
         async with asyncio.timeout(_PATIENCE_S):
             await eventually(lambda: [sockets_named(name) for name in names] == [1, 1])
 
 
-async def test_the_oldest_call_of_both_lanes_is_the_one_that_has_waited_longest() -> None:
+async def test_the_oldest_call_of_both_sockets_is_the_one_that_has_waited_longest() -> None:
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE)
+        await rounds(link, LONE_CALLS)
         replica.worker.allow(0)
         first = asyncio.create_task(link.propose(ask("t")))
         await replica.worker.held()
@@ -300,10 +303,10 @@ async def test_the_oldest_call_of_both_lanes_is_the_one_that_has_waited_longest(
         await asyncio.gather(first, second)
 
 
-async def test_a_device_thread_sleeps_however_its_lane_was_used() -> None:
+async def test_an_idle_device_thread_sleeps_after_any_use_of_its_socket() -> None:
     async with Replica() as replica:
         async with linked(replica) as link:
-            await rounds(link, CALLS_ALONE + 2)
+            await rounds(link, LONE_CALLS + 2)
             replica.worker.allow(0)
             given_up = asyncio.create_task(link.propose(ask("t")))
             await replica.worker.held()
@@ -317,10 +320,10 @@ async def test_a_device_thread_sleeps_however_its_lane_was_used() -> None:
 
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", handshake("") + prefixed(b"\xff\xff\xff")])
-async def test_a_hostile_caller_is_hung_up_on_and_the_device_goes_on(words: bytes) -> None:
+async def test_a_hostile_caller_is_disconnected_and_the_device_continues(words: bytes) -> None:
     async with Replica() as replica, linked(replica) as link:
-        await rounds(link, CALLS_ALONE)
-        reader, writer = await asyncio.open_unix_connection(socket_path(replica.device_lane))
+        await rounds(link, LONE_CALLS)
+        reader, writer = await asyncio.open_unix_connection(socket_path(replica.device_thread_socket))
         writer.write(words)
         async with asyncio.timeout(_PATIENCE_S):
             while await reader.read(4096):
@@ -330,10 +333,10 @@ async def test_a_hostile_caller_is_hung_up_on_and_the_device_goes_on(words: byte
         assert replica.engine.threads[-1] == DEVICE
 
 
-async def test_a_caller_that_goes_away_leaves_no_call_behind() -> None:
+async def test_calls_of_a_disconnected_caller_end() -> None:
     async with Replica() as replica:
         async with linked(replica) as link:
-            await rounds(link, CALLS_ALONE)
+            await rounds(link, LONE_CALLS)
             replica.worker.allow(0)
             call = asyncio.create_task(link.propose(ask("t")))
             await replica.worker.held()
@@ -341,4 +344,4 @@ async def test_a_caller_that_goes_away_leaves_no_call_behind() -> None:
         replica.worker.let_go()
         await eventually(lambda: replica.servicer.info().num_running <= 1)
         async with linked(replica) as link:
-            await rounds(link, CALLS_ALONE, "u")
+            await rounds(link, LONE_CALLS, "u")

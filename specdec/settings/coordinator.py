@@ -1,4 +1,4 @@
-"""Settings of the coordinator, in addition to those that all services share."""
+"""Settings of the coordinator, in addition to those that every service has."""
 
 from __future__ import annotations
 

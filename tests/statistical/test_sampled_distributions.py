@@ -1,7 +1,7 @@
-"""Draws through the shipped keys follow their laws, alone and over the rounds of a session.
+"""Draws through the shipped keys follow their distributions, alone and over the rounds of a session.
 
-Chi-square against exact laws; a test fails below a p-value of 1e-6, so with about a dozen tests a fresh choice of
-seeds would raise a false alarm once in some 80,000 runs. The seeds are fixed: a given build always answers alike.
+Chi-square against exact distributions; a test fails below a p-value of 1e-6, so with about a dozen tests a fresh choice
+of seeds would raise a false alarm once in some 80,000 runs. The seeds are fixed: a given build always answers alike.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.support.expectation import coupled_acceptance_probability
 FALSE_ALARM_RATE = 1e-6
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Of a chi-square test. An outcome that the law excludes makes it 0; the rarest outcomes are counted as one."""
-    counts, law = np.ravel(counts), np.ravel(law)
-    if counts[law == 0].any():
+def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
+    """Return the p-value of a chi-square test: 0 for an excluded outcome; the rarest outcomes are pooled."""
+    counts, distribution = np.ravel(counts), np.ravel(distribution)
+    if counts[distribution == 0].any():
         return 0.0
-    order = np.argsort(law)
-    observed, expected = counts[order], law[order] * counts.sum()
+    order = np.argsort(distribution)
+    observed, expected = counts[order], distribution[order] * counts.sum()
     num_rare = int(np.searchsorted(np.cumsum(expected), 10.0)) + 1
     observed = np.append(observed[:num_rare].sum(), observed[num_rare:])
     expected = np.append(expected[:num_rare].sum(), expected[num_rare:])
@@ -44,25 +44,25 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
 def test_draft_tokens_are_drawn_from_the_weights_that_travel() -> None:
     support, _ = cut_support(np.array([0.5, 0.01, 0.2, 0.29]), 3)
     draws = [draw_from_support(support, DrawKey(seed, 0, 0), 0) for seed in range(10_000)]
-    law = np.zeros(4)
-    law[support.token_ids] = support.weights / support.weights.sum(dtype=np.int64)
-    assert p_value(np.bincount(draws, minlength=4), law) > FALSE_ALARM_RATE
+    distribution = np.zeros(4)
+    distribution[support.token_ids] = support.weights / support.weights.sum(dtype=np.int64)
+    assert p_value(np.bincount(draws, minlength=4), distribution) > FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize("size", [12, 1300])
-def test_z_owns_the_share_of_the_unit_interval_that_p_gives_it(size: int) -> None:
-    """Measured, not sampled: z rises with the uniform, so its share is found by bisection."""
-    law = np.random.default_rng(1).dirichlet(np.ones(size))
-    law[::4] = 0.0
-    law /= law.sum()
+def test_each_tail_token_has_its_share_of_the_unit_interval(size: int) -> None:
+    """The share is measured by bisection, because the tail token rises with the uniform."""
+    distribution = np.random.default_rng(1).dirichlet(np.ones(size))
+    distribution[::4] = 0.0
+    distribution /= distribution.sum()
     ids = np.array([1, 2, 6], dtype=np.uint32)
-    outside = law.copy()
+    outside = distribution.copy()
     outside[ids] = 0.0
     reach = np.cumsum(outside) / outside.sum()
     for token_id in np.flatnonzero(outside)[:: max(1, size // 20)]:
         for draw in (
-            lambda uniform: distribution_row(law, ids, uniform).tail_token_id,
-            lambda uniform: distribution_rows(torch.tensor(law[None]), [ids], [uniform])[0].tail_token_id,
+            lambda uniform: distribution_row(distribution, ids, uniform).tail_token_id,
+            lambda uniform: distribution_rows(torch.tensor(distribution[None]), [ids], [uniform])[0].tail_token_id,
         ):
             low, high = 0.0, 1.0
             for _ in range(40):
@@ -71,27 +71,27 @@ def test_z_owns_the_share_of_the_unit_interval_that_p_gives_it(size: int) -> Non
             assert abs(high - reach[token_id]) < 1e-9
 
 
-def test_coupled_choices_follow_the_law_and_positions_are_independent() -> None:
-    law = np.array([0.4, 0.0, 0.3, 0.2, 0.1])
+def test_coupled_choices_follow_the_distribution_and_positions_are_independent() -> None:
+    distribution = np.array([0.4, 0.0, 0.3, 0.2, 0.1])
     num = 20_000
-    laws = torch.tensor(law).expand(2 * num, -1)
-    choices, _ = coupled_choices(laws, [5] * (2 * num), [0] * (2 * num), range(2 * num))
+    distributions = torch.tensor(distribution).expand(2 * num, -1)
+    choices, _ = coupled_choices(distributions, [5] * (2 * num), [0] * (2 * num), range(2 * num))
     pairs = np.zeros((5, 5))
     np.add.at(pairs, (choices[::2], choices[1::2]), 1)
-    assert p_value(pairs, np.outer(law, law)) > FALSE_ALARM_RATE
+    assert p_value(pairs, np.outer(distribution, distribution)) > FALSE_ALARM_RATE
 
 
-def test_coupled_choices_without_a_noise_per_token_are_seen() -> None:
-    law = np.array([0.4, 0.3, 0.2, 0.1])
+def test_coupled_choices_without_noise_per_token_are_detected() -> None:
+    distribution = np.array([0.4, 0.3, 0.2, 0.1])
     num = 5000
     noise = np.array([DrawKey(0, 0, position).uniform(0, Stream.COUPLED) for position in range(num)])
-    choices = np.argmax(np.log(law)[None] - np.log(-np.log(noise))[:, None], axis=-1)
-    assert p_value(np.bincount(choices, minlength=4), law) < FALSE_ALARM_RATE
+    choices = np.argmax(np.log(distribution)[None] - np.log(-np.log(noise))[:, None], axis=-1)
+    assert p_value(np.bincount(choices, minlength=4), distribution) < FALSE_ALARM_RATE
 
 
 @dataclass(frozen=True)
 class PositionKey(DrawKey):
-    """The fault that section 4 warns of: acceptance keyed by the position alone, not by the round that looks at it."""
+    """The fault that section 4 warns of: acceptance is keyed by the position alone instead of by the round."""
 
     def uniform(self, index: int, stream: Stream) -> float:
         if stream is not Stream.ACCEPT:
@@ -106,7 +106,7 @@ NUM_SESSIONS = 8000
 def run_session(
     tables: RoundTables, verify: Callable[..., Decision], seed: int, make_key: type[DrawKey] = DrawKey
 ) -> Path:
-    """Rounds of one request on table models, through the shipped draws, until NUM_TOKENS are out."""
+    """Run rounds of one request on table models with the product's draws until NUM_TOKENS are emitted."""
     path: Path = ()
     while len(path) < NUM_TOKENS:
         key = make_key(seed, 0, len(path))
@@ -128,7 +128,7 @@ def session_p_value(tables: RoundTables, verify: Callable[..., Decision], make_k
     counts = np.zeros((tables.vocabulary_size,) * NUM_TOKENS)
     for seed in range(NUM_SESSIONS):
         counts[run_session(tables, verify, seed, make_key)] += 1
-    return p_value(counts, tables.target_law())
+    return p_value(counts, tables.target_distribution())
 
 
 def session_tables(s_max: int) -> RoundTables:
@@ -136,30 +136,32 @@ def session_tables(s_max: int) -> RoundTables:
 
 
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
-def test_the_first_tokens_of_sessions_follow_the_targets_joint_law(verify: Callable[..., Decision]) -> None:
+def test_the_first_tokens_of_sessions_follow_the_targets_joint_distribution(verify: Callable[..., Decision]) -> None:
     assert session_p_value(session_tables(s_max=3), verify) > FALSE_ALARM_RATE
 
 
-def test_block_rounds_keyed_by_position_alone_are_seen() -> None:
+def test_block_rounds_keyed_by_position_alone_are_detected() -> None:
     assert session_p_value(session_tables(s_max=3), verify_block, PositionKey) < FALSE_ALARM_RATE
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
 @pytest.mark.parametrize("seed", range(1, 9))
-def test_sessions_on_other_tables_follow_the_targets_joint_law(verify: Callable[..., Decision], seed: int) -> None:
+def test_sessions_on_other_tables_follow_the_targets_joint_distribution(
+    verify: Callable[..., Decision], seed: int
+) -> None:
     tables = RoundTables(SamplingFilters(min_p=0.02), NUM_TOKENS - 1, 5, seed, s_max=3)
     assert session_p_value(tables, verify) > FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize("gamma", [1, 2])
-def test_coupled_sessions_emit_one_text_with_any_gamma_and_any_draft(gamma: int) -> None:
+def test_coupled_sessions_emit_the_same_text_with_any_gamma_and_draft(gamma: int) -> None:
     tables = session_tables(s_max=4)
     num_accepted = 0
     for seed in range(300):
 
-        def choice(laws: dict[Path, np.ndarray], path: Path, seed: int = seed) -> int:
-            return coupled_choice(laws[path], seed, 0, len(path))
+        def choice(distributions: dict[Path, np.ndarray], path: Path, seed: int = seed) -> int:
+            return coupled_choice(distributions[path], seed, 0, len(path))
 
         alone: Path = ()
         while len(alone) < NUM_TOKENS:
@@ -180,8 +182,8 @@ def test_coupled_sessions_emit_one_text_with_any_gamma_and_any_draft(gamma: int)
 def test_coupled_drafts_are_accepted_as_often_as_the_formula_says() -> None:
     p, q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.4, 0.2, 0.3])
     num = 20_000
-    laws = torch.tensor(np.concatenate((np.tile(p, (num, 1)), np.tile(q, (num, 1)))))
-    choices = np.array(coupled_choices(laws, [3] * (2 * num), [0] * (2 * num), [*range(num), *range(num)])[0])
+    distributions = torch.tensor(np.concatenate((np.tile(p, (num, 1)), np.tile(q, (num, 1)))))
+    choices = np.array(coupled_choices(distributions, [3] * (2 * num), [0] * (2 * num), [*range(num), *range(num)])[0])
     num_equal = int((choices[:num] == choices[num:]).sum())
     rate = coupled_acceptance_probability(p, q)
     assert p_value(np.array([num_equal, num - num_equal]), np.array([rate, 1.0 - rate])) > FALSE_ALARM_RATE

@@ -1,125 +1,34 @@
-"""Replies of both links: protobuf messages <-> the dataclasses of `specdec.types`.
+"""Target replies: `Verification` messages <-> `specdec.types.Verification`.
 
-An answer is encoded here on its way from a `servicer` into a frame (`frames`), and decoded here for the coordinator's
-link (`client`). What arrives is checked against the request it answers (Internal: the replica broke the protocol). The
-supports and weights of all replies of a frame are read as one array; only draft positions (at most max_gamma a session)
-are looped over. Not here: requests (`codec`), streams (`link_stream`, `frames`), statuses (`status`).
+A target servicer encodes a verification here on its way into a frame (`frames`); the coordinator's link (`client`)
+decodes it. A received reply is checked against its request; one that does not fit becomes Internal, because the replica
+broke the protocol. The weights of all replies of a frame are read as one array.
 
-Wire format: protos/specdec/v1/{draft,target}.proto. Numbers in `bytes` fields are little-endian.
+Wire format: protos/specdec/v1/target.proto. Numbers in `bytes` fields are little-endian.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.core.packed import NO_IDS, PackedIds, PackedRows, PackedSupports, locate_drawn, pack_supports
-from specdec.core.sparse import MAX_SUPPORT
+from specdec.core.packed import NO_IDS, PackedIds, PackedRows, pack_supports
 from specdec.errors import Internal
-from specdec.rpc.arrays import decode_supports, encode_supports, from_bytes, split, to_bytes, token_ids
+from specdec.rpc.arrays import cut, encode_supports, from_bytes, gather, split, to_bytes, token_ids
+from specdec.rpc.proposals import each_alone, read_proposals
 from specdec.rpc.stages import decode_stages
-from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Support, Verification, VerifyRequest
+from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 
 _NO_PROBABILITIES = np.zeros(0)
 _NO_PROBABILITIES.setflags(write=False)
 
-AnswerT = TypeVar("AnswerT")
-
-
-def encode_proposal(proposal: Proposal, call_id: int) -> draft_pb2.Proposal:
-    """One item of a ProposalFrame."""
-    message = draft_pb2.Proposal(
-        call_id=call_id,
-        draft_token_ids=proposal.draft_token_ids.tolist(),
-        lost_mass=proposal.lost_mass,
-        kv_len=proposal.kv_len,
-        num_cached_tokens=proposal.num_cached_tokens,
-        forward_s=proposal.forward_s,
-    )
-    if proposal.supports:
-        message.supports.CopyFrom(encode_supports([support.token_ids for support in proposal.supports]))
-        message.weights = to_bytes([support.weights for support in proposal.supports], "<u2")
-    return message
-
-
-def decode_proposals(
-    messages: Sequence[draft_pb2.Proposal], requests: Sequence[ProposeRequest]
-) -> list[Proposal | Internal]:
-    """Reads a frame's replies and checks each against its request; one that broke the protocol is its own Internal."""
-    return _each_alone("proposal", _read_proposals, messages, requests)
-
-
-def _read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[ProposeRequest]) -> list[Proposal]:
-    """Raises ValueError when any of them is malformed."""
-    for message, request in zip(messages, requests, strict=True):
-        if len(message.draft_token_ids) > request.gamma:
-            raise ValueError(f"{len(message.draft_token_ids)} draft tokens for a gamma of {request.gamma}")
-    drafted = [message.draft_token_ids[:] for message in messages]
-    drawn = [
-        token_ids_ if request.position.carries_distributions else []
-        for token_ids_, request in zip(drafted, requests, strict=True)
-    ]
-    columns = list(zip(messages, drafted, _read_supports(messages, drawn), strict=True))
-    if any(len(message.lost_mass) not in (0, len(token_ids_)) for message, token_ids_, _ in columns):
-        raise ValueError("lost_mass is not one number a draft token")
-    return [
-        Proposal(
-            draft_token_ids=token_ids(token_ids_),
-            supports=supports,
-            lost_mass=tuple(message.lost_mass[:]),
-            kv_len=message.kv_len,
-            num_cached_tokens=message.num_cached_tokens,
-            forward_s=message.forward_s,
-            stages=decode_stages(message.stages) if message.HasField("stages") else None,
-        )
-        for message, token_ids_, supports in columns
-    ]
-
-
-def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[int]]) -> list[Sequence[Support]]:
-    """The distributions that the tokens `drawn` of each message were drawn from, one each."""
-    if not any(drawn) and not any(message.HasField("supports") or message.weights for message in messages):
-        return [() for _ in messages]
-    packed = decode_supports([message.supports for message in messages], [len(drawn_here) for drawn_here in drawn])
-    for ids, message in zip(packed, messages, strict=True):
-        ids.message = message.supports
-    sizes = [size for ids in packed for size in ids.sizes]
-    # Beyond it the integers of the acceptance rule could overflow.
-    if max(sizes, default=0) > MAX_SUPPORT:
-        raise ValueError(f"a support of more than {MAX_SUPPORT} entries")
-    counts = [len(ids.token_ids) for ids in packed]
-    weights = _gather([message.weights for message in messages], counts, "<u2", "weights")
-    if not weights.all():
-        raise ValueError("a support entry of weight 0")
-    if not sizes:
-        return [() for _ in messages]
-    flat = [token_id for drawn_here in drawn for token_id in drawn_here]
-    starts = [0, *accumulate(sizes[:-1])]
-    entries = locate_drawn(flat, np.concatenate([ids.token_ids for ids in packed]), starts, sizes)
-    # Counted from the message's own first row: less what came before, plus one for each row before in the message.
-    offsets = [
-        index - start
-        for start, drawn_here in zip([0, *accumulate(counts[:-1])], drawn, strict=True)
-        for index in range(len(drawn_here))
-    ]
-    columns = zip(
-        packed,
-        split(weights, counts),
-        split(entries + np.array(offsets), [len(ids) for ids in packed]),
-        _cut(weights[entries].tolist(), drawn),
-        _cut(np.add.reduceat(weights, starts, dtype=np.int64).tolist(), drawn),
-        strict=True,
-    )
-    return [PackedSupports(*column) if len(column[0]) else () for column in columns]
-
 
 def encode_verification(verification: Verification, call_id: int) -> target_pb2.Verification:
-    """One item of a VerificationFrame."""
+    """Return one item of a VerificationFrame."""
     message = target_pb2.Verification(
         call_id=call_id,
         kv_len=verification.kv_len,
@@ -160,14 +69,14 @@ def _encode_drafted(drafted: Proposal) -> target_pb2.Drafted:
 def decode_verifications(
     messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
 ) -> list[Verification | Internal]:
-    """As `decode_proposals`."""
-    return _each_alone("verification", _read_verifications, messages, requests)
+    """Read a frame's replies and check each against its request; a malformed reply becomes an Internal of its own."""
+    return each_alone("verification", _read_verifications, messages, requests)
 
 
 def _read_verifications(
     messages: Sequence[target_pb2.Verification], requests: Sequence[VerifyRequest]
 ) -> list[Verification]:
-    """Raises ValueError when any of them is malformed."""
+    """Return the verifications of a frame. Raises ValueError if one of them is malformed."""
     drafted: list[Proposal | None] = [None] * len(messages)
     if any(request.local_draft is not None for request in requests):
         drafted = [_read_drafted(message, request) for message, request in zip(messages, requests, strict=True)]
@@ -186,11 +95,11 @@ def _read_verifications(
 
 
 def _read_drafted(message: target_pb2.Verification, request: VerifyRequest) -> Proposal | None:
-    """What a target drafted by itself; None where that is nothing. Raises ValueError when it is malformed."""
+    """Return the target's own draft, or None if it drafted nothing. Raises ValueError if it is malformed."""
     local, drafted = request.local_draft, message.drafted
     if local is None or not len(drafted.draft_token_ids):
         return None
-    (proposal,) = _read_proposals(
+    (proposal,) = read_proposals(
         [
             draft_pb2.Proposal(
                 draft_token_ids=drafted.draft_token_ids,
@@ -208,7 +117,7 @@ def _read_drafted(message: target_pb2.Verification, request: VerifyRequest) -> P
 
 
 def _verified(request: VerifyRequest, drafted: Proposal | None) -> VerifyRequest:
-    """The request as if it had brought what was drafted."""
+    """Return the request as if it had contained the target's own draft."""
     if drafted is None:
         return request
     support_ids = pack_supports(drafted.draft_token_ids.tolist(), drafted.supports).ids
@@ -226,14 +135,14 @@ def _read_verification(
     num_positions = len(request.draft_token_ids) + 1
     choices, probabilities = NO_IDS, _NO_PROBABILITIES
     if rows is not None:
-        _expect(not len(message.choice_token_ids), "choice_token_ids in a law round")
+        _expect(not len(message.choice_token_ids), "choice_token_ids in a distribution round")
     else:
         choices = token_ids(message.choice_token_ids)
         _expect(len(choices) == num_positions, f"{len(choices)} choices for {num_positions} positions")
         probabilities = _choice_probabilities(message.tail_probabilities, num_positions)
     logit_rows: tuple[LogitRow, ...] = ()
     if request.num_logprobs is not None:
-        _expect(message.HasField("logits"), "no logits though logprobs were asked for")
+        _expect(message.HasField("logits"), "no logits although logprobs were requested")
         sizes = [*(len(ids) for ids in request.support_ids), 0] if rows else [0] * num_positions
         tails = [token_id >= 0 for token_id in rows.tail_token_ids] if rows else [True] * num_positions
         logit_rows = _decode_logits(message.logits, sizes, tails, request.num_logprobs)
@@ -253,35 +162,34 @@ def _read_verification(
     )
 
 
-# ---- distribution rows and logits
-# -------------------------------------------------------------------------------------------
-
-
 def _read_rows(messages: Sequence[target_pb2.Verification], sizes_of: Sequence[list[int]]) -> list[PackedRows]:
     counts = [sum(sizes) for sizes in sizes_of]
-    weights = _gather([message.weights for message in messages], counts, "<u4", "weights")
+    weights = gather([message.weights for message in messages], counts, "<u4", "weights")
     sizes = [size for own in sizes_of for size in own]
-    rests: list[int] = []
+    tail_masses: list[int] = []
     if sizes:
         ends = list(accumulate(sizes))
         totals = np.add.reduceat(weights, [0, *ends[:-1]], dtype=np.int64)
         if (totals != WEIGHT_TOTAL).any():
             raise ValueError(f"the weights of a position do not sum to 2^31: {totals.tolist()}")
-        rests = weights[[end - 1 for end in ends]].tolist()
-    columns = zip(messages, split(weights, counts), sizes_of, _cut(rests, sizes_of), strict=True)
-    return [PackedRows(own, own_sizes, *_tails(message, own_rests)) for message, own, own_sizes, own_rests in columns]
+        tail_masses = weights[[end - 1 for end in ends]].tolist()
+    columns = zip(messages, split(weights, counts), sizes_of, cut(tail_masses, sizes_of), strict=True)
+    return [PackedRows(own, own_sizes, *_tails(message, own_tails)) for message, own, own_sizes, own_tails in columns]
 
 
-def _tails(message: target_pb2.Verification, rests: Sequence[int]) -> tuple[list[int], list[float]]:
-    """z and p(z) of every position, the bonus position's last."""
-    num_tails = sum(rest > 0 for rest in rests) + 1
+def _tails(message: target_pb2.Verification, tail_masses: Sequence[int]) -> tuple[list[int], list[float]]:
+    """Return the tail token and its probability of every position, the bonus position last.
+
+    `tail_masses` holds the weight outside the support of each position but the last.
+    """
+    num_tails = sum(mass > 0 for mass in tail_masses) + 1
     if not len(message.tail_token_ids) == len(message.tail_probabilities) == num_tails:
-        raise ValueError(f"{len(message.tail_token_ids)} tail tokens for {num_tails} positions with a rest")
+        raise ValueError(f"{len(message.tail_token_ids)} tail tokens for {num_tails} positions with a tail mass")
     tail_ids, probabilities = message.tail_token_ids[:], message.tail_probabilities[:]
     _expect_probabilities(probabilities)
-    if num_tails <= len(rests):
-        for index, rest in enumerate(rests):
-            if not rest:
+    if num_tails <= len(tail_masses):
+        for index, mass in enumerate(tail_masses):
+            if not mass:
                 tail_ids.insert(index, -1)
                 probabilities.insert(index, 0.0)
     return tail_ids, probabilities
@@ -316,7 +224,7 @@ def _decode_logits(
     logsumexps = from_bytes(message.logsumexps, "<f4", num_positions, "logsumexps").tolist()
     num_top = [num_logprobs] * num_positions
     top_ids = token_ids(message.top_token_ids)
-    _expect(len(top_ids) == sum(num_top), f"{len(top_ids)} top tokens, {num_logprobs} a position were asked for")
+    _expect(len(top_ids) == sum(num_top), f"{len(top_ids)} top tokens, {num_logprobs} per position were requested")
     top_logits = split(from_bytes(message.top_logits, "<f4", sum(num_top), "top_logits"), num_top)
     return tuple(
         LogitRow(logits, next(tail) if has_tail else 0.0, logsumexp, ids, top)
@@ -324,43 +232,6 @@ def _decode_logits(
             support, tails, logsumexps, split(top_ids, num_top), top_logits, strict=True
         )
     )
-
-
-# ---- many messages at once -------------------------------------------------------------------------------------------
-
-
-def _each_alone(
-    noun: str,
-    read: Callable[[Sequence[Any], Sequence[Any]], list[AnswerT]],
-    messages: Sequence[Any],
-    requests: Sequence[Any],
-) -> list[AnswerT | Internal]:
-    """What `read` makes of all messages; when it refuses, of each by itself, so that the others do not suffer."""
-    try:
-        return list(read(messages, requests))
-    except (ValueError, Internal) as error:
-        if len(messages) == 1:
-            return [Internal(f"malformed {noun}: {error}")]
-    pairs = zip(messages, requests, strict=True)
-    return [answer for message, request in pairs for answer in _each_alone(noun, read, [message], [request])]
-
-
-def _gather(parts: Sequence[bytes], counts: Sequence[int], dtype: str, name: str) -> NDArray[Any]:
-    """One array of all parts, each of which must hold its count of numbers."""
-    width = np.dtype(dtype).itemsize
-    for part, count in zip(parts, counts, strict=True):
-        if len(part) != count * width:
-            raise ValueError(f"{name} has {len(part)} bytes where {count * width} are expected")
-    return np.frombuffer(b"".join(parts), dtype=dtype)
-
-
-def _cut(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Cuts a list into as many items each as those of `like` have."""
-    parts, start = [], 0
-    for part in like:
-        parts.append(values[start : start + len(part)])
-        start += len(part)
-    return parts
 
 
 def _expect(holds: bool, message: str) -> None:

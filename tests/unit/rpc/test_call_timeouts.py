@@ -1,4 +1,4 @@
-"""How long a call waits for a replica that is silent, and for one that answers others."""
+"""Timeouts of calls to a replica that is silent, and to one that answers other calls."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from specdec.rpc.calls import CallTimeout
 from specdec.rpc.client import DraftLink
 from tests.unit.rpc.test_links import DraftReplica, ask, draft_link
 
-#: Far longer than an answer takes here.
+#: Much longer than an answer takes here.
 SILENCE_S = 0.4
 NEVER_S = 600.0
 
 
 async def keep_busy(link: DraftLink) -> None:
-    """Calls that are answered, one after another."""
+    """Make calls that are answered, one after another."""
     for number in count():
         await link.propose(ask(f"other {number}"))
         await asyncio.sleep(SILENCE_S / 20)
 
 
-async def test_a_silent_replica_is_given_up_after_its_silence() -> None:
+async def test_a_call_to_a_silent_replica_times_out_after_the_silence_limit() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         await link.propose(ask("heard before"))
         with pytest.raises(TimeoutError):
-            await link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, NEVER_S))
+            await link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, NEVER_S))
 
 
-async def test_a_replica_that_answers_others_is_waited_for() -> None:
+async def test_a_call_waits_for_a_replica_that_answers_other_calls() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         busy = asyncio.create_task(keep_busy(link))
-        held = asyncio.create_task(link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, NEVER_S)))
+        held = asyncio.create_task(link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, NEVER_S)))
         await asyncio.sleep(3 * SILENCE_S)
         assert not held.done()
         replica.engine.release_held.set()
@@ -42,29 +42,29 @@ async def test_a_replica_that_answers_others_is_waited_for() -> None:
         busy.cancel()
 
 
-async def test_a_loop_that_stands_still_itself_takes_nobody_for_silent() -> None:
+async def test_a_stall_of_the_own_event_loop_does_not_time_a_call_out() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         await link.propose(ask("heard before"))
-        asked = asyncio.create_task(link.propose(ask(), patience=CallTimeout(SILENCE_S, NEVER_S)))
+        asked = asyncio.create_task(link.propose(ask(), call_timeout=CallTimeout(SILENCE_S, NEVER_S)))
         await asyncio.sleep(0)
         time.sleep(3 * SILENCE_S)  # noqa: ASYNC251 - what is tested
         assert len((await asked).draft_token_ids) == 3
 
 
-async def test_a_replica_that_falls_silent_later_is_given_up_too() -> None:
+async def test_a_call_times_out_when_the_replica_falls_silent_later() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         busy = asyncio.create_task(keep_busy(link))
-        held = asyncio.create_task(link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, NEVER_S)))
+        held = asyncio.create_task(link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, NEVER_S)))
         await asyncio.sleep(2 * SILENCE_S)
         busy.cancel()
         with pytest.raises(TimeoutError):
             await held
 
 
-async def test_whoever_is_answered_meanwhile_all_patience_ends() -> None:
+async def test_a_call_times_out_after_the_total_limit_although_others_are_answered() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         busy = asyncio.create_task(keep_busy(link))
         with pytest.raises(TimeoutError):
-            await link.propose(ask("hold"), patience=CallTimeout(SILENCE_S, 2 * SILENCE_S))
+            await link.propose(ask("hold"), call_timeout=CallTimeout(SILENCE_S, 2 * SILENCE_S))
         assert not busy.done()
         busy.cancel()

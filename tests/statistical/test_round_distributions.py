@@ -1,4 +1,4 @@
-"""The law of one round, enumerated, is the target's; and every fault of the field's usual list shows.
+"""The distribution of one round, enumerated, is the target's; and every fault of the field's usual list shows.
 
 No sampling: the false-alarm rate is 0. The bound is docs/protocol.md's 1e-7 total variation, against some 1e-9 that
 the integers of the wire really cost.
@@ -16,12 +16,12 @@ import torch
 from specdec.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 from tests.statistical.table_model import (
     HISTORY,
-    EmittedLaw,
+    EmittedDistribution,
     Path,
     RoundTables,
-    block_law,
-    choices_law,
-    rejection_law,
+    block_distribution,
+    choices_distribution,
+    rejection_distribution,
 )
 
 TOLERANCE = 1e-7
@@ -42,19 +42,19 @@ LAWS = {
     for name, values in FILTERS.items()
 } | {"greedy": SamplingFilters(temperature=0.0)}
 
-MODES: dict[str, Callable[[RoundTables], EmittedLaw]] = {
-    "rejection": rejection_law,
-    "block": block_law,
-    "choices": choices_law,
+MODES: dict[str, Callable[[RoundTables], EmittedDistribution]] = {
+    "rejection": rejection_distribution,
+    "block": block_distribution,
+    "choices": choices_distribution,
 }
 
 
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("gamma", [1, 2, 3])
-def test_a_round_of_every_mode_follows_the_targets_law(name: str, gamma: int) -> None:
+def test_a_round_of_every_mode_follows_the_target_distribution(name: str, gamma: int) -> None:
     tables = RoundTables(LAWS[name], gamma)
-    for round_law in MODES.values():
-        emitted = round_law(tables)
+    for round_distribution in MODES.values():
+        emitted = round_distribution(tables)
         assert sum(emitted.values()) == pytest.approx(1.0, abs=1e-12)
         assert tables.distance(emitted) < TOLERANCE
 
@@ -62,12 +62,12 @@ def test_a_round_of_every_mode_follows_the_targets_law(name: str, gamma: int) ->
 @pytest.mark.parametrize(("s_max", "coverage"), [(1, 0.99), (2, 0.5), (6, 1.0)])
 def test_any_cut_of_the_draft_is_exact(s_max: int, coverage: float) -> None:
     tables = RoundTables(SamplingFilters(), 2, s_max=s_max, coverage=coverage)
-    for round_law in MODES.values():
-        assert tables.distance(round_law(tables)) < TOLERANCE
+    for round_distribution in MODES.values():
+        assert tables.distance(round_distribution(tables)) < TOLERANCE
 
 
 class PointMasses(RoundTables):
-    """A draft that only names a token, whichever: at every position another one, the target's likeliest or not."""
+    """A draft that names a single token, at every position another one, whether it is the target's top token or not."""
 
     @cached_property
     def supports(self) -> dict[Path, Support]:
@@ -80,29 +80,30 @@ class PointMasses(RoundTables):
 @pytest.mark.parametrize("name", LAWS)
 def test_a_draft_that_only_names_a_token_is_exact(name: str) -> None:
     tables = PointMasses(LAWS[name], 3)
-    for round_law in MODES.values():
-        assert tables.distance(round_law(tables)) < TOLERANCE
+    for round_distribution in MODES.values():
+        assert tables.distance(round_distribution(tables)) < TOLERANCE
 
 
-def test_always_accepting_a_named_token_is_seen() -> None:
+def test_always_accepting_a_named_token_is_detected() -> None:
     tables = PointMasses(SamplingFilters(), 3)
-    assert tables.distance(rejection_law(tables, always_accept)) > 0.01
+    assert tables.distance(rejection_distribution(tables, always_accept)) > 0.01
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("seed", range(1, 13))
-def test_rounds_on_other_tables_follow_the_targets_law(name: str, seed: int) -> None:
+def test_rounds_on_other_tables_follow_the_target_distribution(name: str, seed: int) -> None:
     for gamma, vocabulary_size, s_max in ((1, 12, 8), (2, 9, 5), (3, 6, 3)):
         tables = RoundTables(LAWS[name], gamma, vocabulary_size, seed, s_max)
-        for round_law in MODES.values():
-            assert tables.distance(round_law(tables)) < TOLERANCE
+        for round_distribution in MODES.values():
+            assert tables.distance(round_distribution(tables)) < TOLERANCE
 
 
 def test_block_verification_accepts_more_than_token_by_token() -> None:
     tables = RoundTables(SamplingFilters(), 3, s_max=6, coverage=1.0)
     token_wise, block_wise = (
-        sum(len(path) * mass for path, mass in round_law(tables).items()) for round_law in (rejection_law, block_law)
+        sum(len(path) * mass for path, mass in round_distribution(tables).items())
+        for round_distribution in (rejection_distribution, block_distribution)
     )
     assert block_wise > token_wise + 0.01
 
@@ -124,16 +125,16 @@ def no_residual(support: Support, row: DistributionRow) -> np.ndarray:
 @pytest.mark.parametrize(
     "faults", [{"bound": always_accept}, {"bound": swap_p_and_q}, {"residual": no_residual}], ids=lambda f: str(list(f))
 )
-def test_faults_of_the_decision_are_seen(faults: dict) -> None:
+def test_faults_of_the_decision_are_detected(faults: dict) -> None:
     tables = RoundTables(SamplingFilters(temperature=0.7), 2)
-    assert tables.distance(rejection_law(tables)) < TOLERANCE
-    assert tables.distance(rejection_law(tables, **faults)) > 0.01
+    assert tables.distance(rejection_distribution(tables)) < TOLERANCE
+    assert tables.distance(rejection_distribution(tables, **faults)) > 0.01
 
 
 class TruncatedAfterSampling(RoundTables):
-    """Draws from the whole q, yet states the cut one; a draw outside that becomes the likeliest token."""
+    """Draw from the whole q but state the cut one; a draw outside it becomes the top token."""
 
-    def drafting_law(self, path: Path) -> dict[int, float]:
+    def drafting_distribution(self, path: Path) -> dict[int, float]:
         full = self.full_q[path]
         support = self.supports[path]
         drawn = dict(zip(support.token_ids.tolist(), full[support.token_ids].tolist(), strict=True))
@@ -141,20 +142,22 @@ class TruncatedAfterSampling(RoundTables):
         return drawn
 
 
-@pytest.mark.parametrize("round_law", [rejection_law, block_law])
-def test_truncating_after_sampling_is_seen(round_law: Callable[[RoundTables], EmittedLaw]) -> None:
+@pytest.mark.parametrize("round_distribution", [rejection_distribution, block_distribution])
+def test_truncating_after_sampling_is_detected(
+    round_distribution: Callable[[RoundTables], EmittedDistribution],
+) -> None:
     honest = RoundTables(SamplingFilters(), 2, s_max=2)
-    assert honest.distance(round_law(honest)) < TOLERANCE
+    assert honest.distance(round_distribution(honest)) < TOLERANCE
     tables = TruncatedAfterSampling(SamplingFilters(), 2, s_max=2)
-    assert tables.distance(round_law(tables)) > 0.01
+    assert tables.distance(round_distribution(tables)) > 0.01
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_target_law_rounded_to_half_precision_is_seen(mode: str, dtype: torch.dtype) -> None:
-    def rounded(laws: torch.Tensor) -> torch.Tensor:
-        laws = laws.to(dtype).to(torch.float64)
-        return laws / laws.sum(dim=-1, keepdim=True)
+def test_a_target_distribution_rounded_to_half_precision_is_detected(mode: str, dtype: torch.dtype) -> None:
+    def rounded(distributions: torch.Tensor) -> torch.Tensor:
+        distributions = distributions.to(dtype).to(torch.float64)
+        return distributions / distributions.sum(dim=-1, keepdim=True)
 
     tables = RoundTables(SamplingFilters(), 2, change_p=rounded)
     assert tables.distance(MODES[mode](tables)) > 100 * TOLERANCE
@@ -165,6 +168,6 @@ class HistoryWithoutDrafts(RoundTables):
         return HISTORY
 
 
-def test_penalties_that_do_not_see_the_draft_tokens_are_seen() -> None:
+def test_penalties_that_ignore_the_draft_tokens_are_detected() -> None:
     tables = HistoryWithoutDrafts(LAWS["T=1.0, penalties"], 2)
-    assert tables.distance(rejection_law(tables)) > 0.01
+    assert tables.distance(rejection_distribution(tables)) > 0.01
