@@ -1,7 +1,7 @@
 """Renews the leases of all running generations, from a thread with its own connection to the store.
 
 Leases are short, so that another coordinator can soon take the sessions of a dead one. The event loop may block for
-longer than a lease lives, which is why a thread renews them. When the loop has not turned for `LOOP_PATIENCE_S`, the
+longer than a lease lives, which is why a thread renews them. When the loop has not turned for `LOOP_TIMEOUT_S`, the
 thread takes it for hung and lets the leases expire. `held_session` adds and drops leases; the next commit under a lost
 lease fails.
 """
@@ -18,7 +18,7 @@ from specdec.errors import LeaseLost, NotFound, SpecdecError
 from specdec.state.store import Lease, SessionStore
 
 #: Time without a turn of the event loop after which the loop is taken for hung.
-LOOP_PATIENCE_S = 10.0
+LOOP_TIMEOUT_S = 10.0
 
 #: Limit on renewals sent to the store together, because commits wait behind them.
 MAX_BATCH = 64
@@ -35,10 +35,10 @@ class _Kept:
 class LeaseKeeper:
     """Renews leases. Used from one event loop; the thread starts with the first lease."""
 
-    def __init__(self, store: SessionStore, *, loop_patience_s: float = LOOP_PATIENCE_S) -> None:
+    def __init__(self, store: SessionStore, *, loop_timeout_s: float = LOOP_TIMEOUT_S) -> None:
         """`store` is opened a second time in the thread."""
         self._store = store
-        self._loop_patience_s = loop_patience_s
+        self._loop_timeout_s = loop_timeout_s
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         """Leases by session id. The thread reads them too, under the lock."""
@@ -94,7 +94,7 @@ class LeaseKeeper:
         store = self._store.reopen()
         try:
             while not closing.wait(period_s):  # may block: nothing else runs on this thread's loop
-                is_hung = time.monotonic() - self._turned_at > self._loop_patience_s
+                is_hung = time.monotonic() - self._turned_at > self._loop_timeout_s
                 loop.call_soon_threadsafe(self._note_turn)
                 if not is_hung:
                     await self._renew_due(store)

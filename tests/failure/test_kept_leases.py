@@ -38,7 +38,7 @@ async def test_a_generation_survives_an_event_loop_that_blocks_for_several_lease
 async def test_leases_of_a_hung_event_loop_expire_and_those_of_a_live_one_are_kept() -> None:
     async with Rig() as rig:
         lease = await rig.store.acquire("s", owner="us", ttl_s=TTL_S, create=True)
-        keeper = LeaseKeeper(rig.store, loop_patience_s=TTL_S)
+        keeper = LeaseKeeper(rig.store, loop_timeout_s=TTL_S)
         keeper.keep(lease)
         await asyncio.sleep(2 * TTL_S)
         assert await owner_of(rig, "s") == "us"

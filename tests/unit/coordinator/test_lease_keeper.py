@@ -199,7 +199,7 @@ async def test_leases_are_renewed_in_batches_of_limited_size(
 
 
 async def test_leases_of_a_hung_loop_are_not_renewed_until_it_turns_again(clock: Clock, store: NotedStore) -> None:
-    keeper = LeaseKeeper(store, loop_patience_s=8.0)  # type: ignore[arg-type]
+    keeper = LeaseKeeper(store, loop_timeout_s=8.0)  # type: ignore[arg-type]
     keeper.keep(lease())
     await asyncio.sleep(SEVERAL_LOOKS_S)
     clock.now += 8.0
