@@ -99,7 +99,7 @@ def _layer_s(
     slices = [SequenceSlice((0,), num_tokens - 1, tuple(table), 1) for table in ids]
     bucket = Buckets((1,), attention.context_steps, max(num_tokens, 8192)).smallest_for(slices)
     if bucket is None:
-        raise ValueError(f"no step of {num_sequences} sequences of {num_tokens} tokens is captured")
+        raise ValueError(f"no step of {num_sequences} sequences of {num_tokens} tokens is recorded")
     numbers = StepNumbers(input_size(bucket, keeps_tables=attention.tables is not None), place)
     inputs = StaticInputs(bucket, numbers, cache.num_blocks - 1, attention.tables)
     query = torch.randn(bucket.num_rows, num_heads, dim).to(place, torch.bfloat16)

@@ -69,7 +69,7 @@ def main() -> None:
         for table in tables:
             manager.grow(table, CONTEXT + NUM_TOKENS)
         found[f"batch_{batch}"] = {"step_by_step_us": median_us(step_by_step, worker, tables)}
-        if worker.draft_runs is MultiStepDrafts.ANY:  # not on a CPU
+        if worker.multi_step_drafts is MultiStepDrafts.ANY:  # not on a CPU
             found[f"batch_{batch}"]["one_run_us"] = median_us(one_run, worker, tables)
     write(results, "step7_drafts", found)
 

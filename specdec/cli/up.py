@@ -28,6 +28,7 @@ from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import split_address
+from specdec.settings.base import current_backend
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, throwaway_redis
@@ -158,7 +159,7 @@ def _require_devices(args: argparse.Namespace, served: Models) -> None:
     }
     if divided:
         device = args.device if args.ray_address else likely_device(args.device)  # nodes have devices of their own
-        require_supported(device=device, dtype=args.dtype, compile_backend=args.compile_backend,
+        require_supported(device=device, dtype=args.dtype, compile_backend=current_backend(args.compile_backend),
                           deterministic=args.deterministic)  # fmt: skip
     # So they do here, and what is simulated needs none.
     if args.ray_address or all(model.startswith(SIMULATED_PREFIX) for model in models):

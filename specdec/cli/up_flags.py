@@ -136,7 +136,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ...; default auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16", "int8"])
     parser.add_argument(
-        "--compile-backend", default="auto", metavar="NAME", help="native, captured, eager, inductor, ...; default auto"
+        "--compile-backend",
+        default="auto",
+        metavar="NAME",
+        help="native, cuda-graphs, eager, inductor, ...; default auto",
     )
     parser.add_argument(
         "--self-check", default="on", choices=["on", "off"], help="refuse models that are computed wrongly; default on"

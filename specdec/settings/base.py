@@ -97,6 +97,14 @@ def split_commas(value: object) -> object:
     return value
 
 
+def current_backend(name: str) -> str:
+    """Return the name of a compile backend, translated if it is the one of an earlier release."""
+    return "cuda-graphs" if name == "captured" else name
+
+
+CompileBackend = Annotated[str, AfterValidator(current_backend)]
+"""A compile backend; "captured", the former name of "cuda-graphs", is accepted for one release."""
+
 Address = Annotated[str, AfterValidator(_required_address)]
 """HOST:PORT."""
 
@@ -181,11 +189,11 @@ class ReplicaSettings(ServiceSettings):
     """Arithmetic of the weights; auto follows the checkpoint on a GPU; on a CPU it is float32, with weights kept in 16
     bits where the checkpoint stores them so: the same text as float32, half the memory read."""
 
-    compile_backend: str = "auto"
+    compile_backend: CompileBackend = "auto"
     """How steps run: native (kernels of our own for Llama-shaped models on a CPU, compiled at the first start),
-    captured (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, any backend of
-    torch.compile that is installed, such as inductor (steps of one session, compiled at every start), or auto: native
-    on a CPU and captured on a GPU where it can, else eager."""
+    cuda-graphs (draft steps and verifications recorded as CUDA graphs, for the same models on a GPU), eager, any
+    backend of torch.compile that is installed, such as inductor (steps of one session, compiled at every start), or
+    auto: native on a CPU and cuda-graphs on a GPU for models that they support, else eager."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """So many processes hold the model together, each its part of every layer, and run every step together: each on a

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import build, load
 
 from specdec.engine.cuda_graphs.capture import CudaCapture
+from tests.support.cuda_graphs_rig import build, load
 
 pytestmark = [
     pytest.mark.gpu,

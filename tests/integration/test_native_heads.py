@@ -64,7 +64,7 @@ class Rig:
             str(target), device="cpu", dtype="auto", num_kv_blocks=16, num_threads=1,
             compiling=CompileOptions("native"), local_drafts=(LocalDraftSpec("eagle3", "eagle3", path=str(folder)),),
         )  # fmt: skip
-        assert self.worker.draft_runs is MultiStepDrafts.NONE  # of whose steps the head would hear nothing
+        assert self.worker.multi_step_drafts is MultiStepDrafts.NONE  # of whose steps the head would hear nothing
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._reference = Eagle3Reference(config, tensors, STATES, **settings)
 

@@ -228,7 +228,7 @@ def test_rows_that_are_no_numbers_stay_none_in_int8(tmp_path: Path, value: float
 def test_a_token_outside_the_vocabulary_reads_no_memory(directory: Path) -> None:
     worker = load(directory)
     for token_id in (-1, VOCABULARY_SIZE):
-        with pytest.raises(IndexError, match="96 embeddings"):
+        with pytest.raises(IndexError, match=r"token id -?\d+ is not in 0..95"):
             run(worker, SequenceSlice((5, token_id), 0, (0,), 1))
 
 
@@ -244,7 +244,7 @@ def test_a_token_outside_the_vocabulary_reads_no_memory(directory: Path) -> None
 )
 def test_a_wrong_plan_touches_no_memory(directory: Path, wrong: SequenceSlice) -> None:
     worker = load(directory)
-    with pytest.raises(IndexError, match="plan"):
+    with pytest.raises(IndexError, match=r"not in 0|does not fit"):
         run(worker, piece(1, 0, 3), wrong)
     assert len(run(worker, piece(1, 0, 3))) == 3
 
@@ -254,7 +254,7 @@ def test_a_refused_plan_copies_no_blocks(directory: Path) -> None:
     for each in (worker, untouched):
         run(each, piece(1, 0, 2))
     copy_over_it = (0, BLOCKS_PER_SEQUENCE)
-    with pytest.raises(IndexError, match="plan"):
+    with pytest.raises(IndexError, match=r"not in 0|does not fit"):
         worker.execute(StepPlan((SequenceSlice((5,), 0, (), 1),), (copy_over_it,)))
     assert torch.equal(run(worker, piece(1, 2, 3)), run(untouched, piece(1, 2, 3)))
 

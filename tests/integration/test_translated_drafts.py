@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from tests.support.cross_vocabulary_rig import cross_vocabulary_stack, load
 
 from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
@@ -16,6 +15,7 @@ from specdec.cross_vocabulary.pair import load_pair
 from specdec.cross_vocabulary.token_map import TokenMap
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
 from specdec.types import ProposeRequest
+from tests.support.cross_vocabulary_rig import cross_vocabulary_stack, load
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,

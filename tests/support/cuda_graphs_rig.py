@@ -138,7 +138,7 @@ def build(architecture: str, directory: Path, **options: object) -> Path:
 
 
 def load(
-    model: Path, backend: str = "captured", *, device: str = "cpu", dtype: str = "float32", **options: object
+    model: Path, backend: str = "cuda-graphs", *, device: str = "cpu", dtype: str = "float32", **options: object
 ) -> Worker:
     compiling = CompileOptions(backend, **({"row_counts": WIDTHS} | options))
     return load_worker(str(model), device=device, dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling)
@@ -169,7 +169,7 @@ class Pair:
     ) -> None:
         self.capture = capture if isinstance(capture, CountedCapture) else CountedCapture(capture)
         self.eager = load(model, "eager", device=device, dtype=dtype)
-        self.captured = load(
+        self.recorded = load(
             model, device=device, dtype=dtype, capture=self.capture, row_counts=widths, attention=attention
         )
         self.tables = self._tables()
@@ -183,7 +183,7 @@ class Pair:
     def run(self, *slices: SequenceSlice, uses_cuda_graphs: bool = True) -> torch.Tensor:
         """One step of both, captured or not; the logits must be equal but for rounding."""
         before = self.capture.num_replays
-        expected, actual = (worker.execute(StepPlan(slices)) for worker in (self.eager, self.captured))
+        expected, actual = (worker.execute(StepPlan(slices)) for worker in (self.eager, self.recorded))
         assert self.capture.num_replays - before == uses_cuda_graphs
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, rtol=0, atol=self._atol, equal_nan=True)

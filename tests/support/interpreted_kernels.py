@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cuda_graphs_rig import Tape
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from specdec.engine.cuda_graphs import fused_operations, paged_attention
 from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.linear import row_products
 from specdec.engine.linear.row_products import Tiling, tiling
+from tests.support.cuda_graphs_rig import Tape
 
 _FEW_TILES = fused_operations.Tiling(rows=64, heads=512, numbers=1 << 14)
 _FEW_SPLITS = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)

@@ -10,13 +10,13 @@ from tests.support.cuda_graphs_rig import CountedCapture, record_on_tape
 from tests.support.interpreted_kernels import cheap_recordings, require_interpreter
 
 #: Captured steps of both attentions are on a tape here, as they are in a graph on a GPU.
-WAYS = ("native", "eager", "captured", "captured, paged")
+WAYS = ("native", "eager", "cuda-graphs", "cuda-graphs, paged")
 
 
 @contextmanager
 def running(way: str) -> Iterator[CompileOptions]:
     """How to load a worker that runs steps of up to five rows in one of `WAYS`, while it is in use."""
-    if not way.startswith("captured"):
+    if not way.startswith("cuda-graphs"):
         yield CompileOptions(way)
         return
     attention = None
@@ -24,7 +24,7 @@ def running(way: str) -> Iterator[CompileOptions]:
         require_interpreter()
         attention = "paged"
     with cheap_recordings():
-        yield CompileOptions("captured", (1, 5), capture=CountedCapture(record_on_tape), attention=attention)
+        yield CompileOptions("cuda-graphs", (1, 5), capture=CountedCapture(record_on_tape), attention=attention)
 
 
 def num_replays(compiling: CompileOptions) -> int:

@@ -64,10 +64,10 @@ def choose_attention(
         return GatheredAttention(cache, layer_kinds)
     problem = _problem_of_kernels(cache, layer_kinds, capture)
     if all_agree is not None and not all_agree(problem is None):
-        problem = problem or "paged attention does not run on another rank"
+        problem = problem or "paged attention failed its trial on another rank"
     if problem is None:
         return PagedAttention(cache, layer_kinds, max_context_tokens)
-    _log.warning("%s; steps gather their blocks instead, which is slower with long contexts", problem)
+    _log.warning("%s; using gathered attention, which is slower with long contexts", problem)
     return GatheredAttention(cache, layer_kinds)
 
 
@@ -80,9 +80,9 @@ def _problem_of_kernels(cache: KvCache, layer_kinds: Sequence[AttentionKind], ca
         with torch.inference_mode():
             difference = max(_difference(shape, kind, pool.dtype, pool.device, capture) for shape, kind in pairs)
     except Exception as error:  # what is missing may be Triton, its compiler, or memory on the device
-        return f"paged attention does not run here: {first_line(error)}"
+        return f"paged attention failed its trial: {first_line(error)}"
     if difference > _TRIAL_TOLERANCE:
-        return f"paged attention is off by {difference:.2g} here and is not used"
+        return f"paged attention differs from gathered attention by {difference:.2g}, limit {_TRIAL_TOLERANCE}"
     return None
 
 

@@ -163,16 +163,18 @@ def fuse_stack(
     try:
         with torch.inference_mode():
             error = _relative_error(stack, cache, attention, capture)
-        problem = f"fused kernels are off by {error:.2g} here" if error > _TRIAL_TOLERANCE else None
+        problem = None
+        if error > _TRIAL_TOLERANCE:
+            problem = f"fused kernels differ from the eager layer by {error:.2g}, limit {_TRIAL_TOLERANCE}"
     except Exception as failure:  # the compiler, a driver or the device's memory
         if all_agree is not None:  # the others are in the middle of a step, and wait
             raise
-        problem = f"fused kernels do not run here: {first_line(failure)}"
+        problem = f"fused kernels failed their trial: {first_line(failure)}"
     if all_agree is not None and not all_agree(problem is None):
-        problem = problem or "fused kernels are off on another rank"
+        problem = problem or "fused kernels failed their trial on another rank"
     if problem is None:
         return FusedStack(stack, cache)
-    _log.warning("%s; steps take more kernels instead", problem)
+    _log.warning("%s; using one kernel per operation", problem)
     return None
 
 

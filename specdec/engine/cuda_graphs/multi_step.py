@@ -25,7 +25,7 @@ def last_tokens(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
     ]
 
 
-class FollowUp:
+class MultiStepReplay:
     """Further steps of the sequences of a step that has been begun."""
 
     def __init__(

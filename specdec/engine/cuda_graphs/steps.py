@@ -25,7 +25,7 @@ from specdec.engine.cuda_graphs.attention_choice import choose_attention
 from specdec.engine.cuda_graphs.buckets import Bucket, Buckets
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.cuda_graphs.fused_stack import fuse_stack
-from specdec.engine.cuda_graphs.multi_step import FollowUp, last_tokens
+from specdec.engine.cuda_graphs.multi_step import MultiStepReplay, last_tokens
 from specdec.engine.cuda_graphs.paged_attention import PagedAttention
 from specdec.engine.cuda_graphs.ragged_steps import RaggedSteps
 from specdec.engine.cuda_graphs.static_attention import StaticAttention
@@ -36,7 +36,7 @@ from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack, RowForward, RowPass, StepPass
 from specdec.engine.model.model_runner import FULL, ForwardPass, LayerOutputs
 from specdec.engine.model.start_progress import shown
-from specdec.engine.options import AUTO, CAPTURED, PAGED, Agreement, Capture, CompileOptions, first_line
+from specdec.engine.options import AUTO, CUDA_GRAPHS, PAGED, Agreement, Capture, CompileOptions, first_line
 from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ def wants_capture(options: CompileOptions, device: torch.device) -> bool:
         Unsupported: they are to be, and there is nothing to record them with.
     """
     is_possible = device.type == "cuda" or options.capture is not None
-    if options.backend == CAPTURED and not is_possible:
-        raise Unsupported(f"captured steps need a CUDA device, not {device.type}", field="compile_backend")
-    return is_possible and options.backend in (AUTO, CAPTURED) and bool(options.row_counts)
+    if options.backend == CUDA_GRAPHS and not is_possible:
+        raise Unsupported(f"CUDA graphs need a CUDA device, not {device.type}", field="compile_backend")
+    return is_possible and options.backend in (AUTO, CUDA_GRAPHS) and bool(options.row_counts)
 
 
 def capture_steps(
@@ -66,7 +66,7 @@ def capture_steps(
     *,
     taps: Sequence[int] = (),
     exits: Mapping[str, EarlyExit] = MappingProxyType({}),
-) -> dict[str, CapturedSteps]:
+) -> dict[str, CudaGraphSteps]:
     """Records the steps of a service that `wants_capture`.
 
     Args:
@@ -86,14 +86,14 @@ def capture_steps(
     Raises:
         Unsupported: they were asked for, by name or for their promise, and cannot be captured.
     """
-    asked_for_by = "compile_backend" if options.backend == CAPTURED else None
+    asked_for_by = "compile_backend" if options.backend == CUDA_GRAPHS else None
     if options.is_deterministic:  # the eager pass attends, and adds up, in an order that depends on the step
         asked_for_by = "deterministic"
     if not isinstance(forward, LlamaStack):
-        problem = f"a model of type {source.model.config.model_type} has no captured steps"
+        problem = f"a model of type {source.model.config.model_type} cannot run as CUDA graphs"
         if asked_for_by:
             raise Unsupported(problem, field=asked_for_by)
-        _log.info("%s: it runs eagerly", problem)
+        _log.info("%s; running eagerly", problem)
         return {}
     device = source.cache.layers[0].blocks.device
     began_s = time.monotonic()
@@ -123,18 +123,18 @@ def capture_steps(
                 ragged = RaggedSteps(step_pass, source.cache, source.layer_kinds,
                                      takes_whole_prompts=options.is_deterministic)  # fmt: skip
             num_taps = 0 if name in exits else len(taps)
-            steps = CapturedSteps(step_pass, source.cache, attention, buckets, shape.vocabulary_size, ragged,
+            steps = CudaGraphSteps(step_pass, source.cache, attention, buckets, shape.vocabulary_size, ragged,
                                   num_taps=num_taps, hidden_size=forward.hidden_size)  # fmt: skip
             steps.record(capture, may_lack_room=all_agree is None)
             captured[name] = steps
     except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
-        problem = f"steps cannot be captured here: {first_line(error)}"
+        problem = f"recording CUDA graphs failed: {first_line(error)}"
         if asked_for_by:
             raise Unsupported(problem, field=asked_for_by) from error
-        _log.warning("%s; they run eagerly", problem)
+        _log.warning("%s; running eagerly", problem)
         return {}
     _log.info(
-        "captured %d of %d step graphs with %s attention in %.1f s",
+        "recorded %d of %d CUDA graphs with %s attention in %.1f s",
         num_recorded := sum(steps.num_recorded for steps in captured.values()),
         num_recorded + sum(steps.num_without_room for steps in captured.values()),
         attention.name,
@@ -147,7 +147,7 @@ def _untapped(forward: RowForward) -> StepPass:
     return lambda batch, context: (forward(batch, context), [])
 
 
-class CapturedSteps:
+class CudaGraphSteps:
     """The recordings of one worker. Not thread-safe: one step at a time, as the worker's."""
 
     def __init__(
@@ -213,7 +213,7 @@ class CapturedSteps:
         """
         parts = [list(part) for _, part in groupby(self._buckets.largest_first(), lambda bucket: bucket.num_sequences)]
         with torch.inference_mode():
-            for part in shown(parts, "capturing step graphs", lambda part: f"{part[0].num_sequences} sequences"):
+            for part in shown(parts, "recording CUDA graphs", lambda part: f"{part[0].num_sequences} sequences"):
                 for bucket in part:
                     inputs = StaticInputs(
                         bucket, self._numbers[bucket.width == 1], self._scratch_block, self._attention.tables
@@ -232,7 +232,7 @@ class CapturedSteps:
         for bucket, (inputs, _) in self._steps.items():
             if bucket.width == 1 and inputs.tables is not None:
                 nothing = inputs.on_device.token_ids.view(-1)[:0]
-                FollowUp(inputs, lambda: None, 0, self._scratch_block).run(nothing)
+                MultiStepReplay(inputs, lambda: None, 0, self._scratch_block).run(nothing)
                 return
 
     def _step_of(self, inputs: StaticInputs) -> Callable[[], None]:
@@ -272,14 +272,14 @@ class CapturedSteps:
         return logits
 
     @property
-    def may_follow(self) -> bool:
-        """Whether `can_follow` is ever true: tables are on the device, and steps of one row recorded."""
+    def supports_multi_step(self) -> bool:
+        """Whether `fits_multi_step` is ever true: tables are on the device, and steps of one row recorded."""
         return self._attention.tables is not None and any(bucket.width == 1 for bucket in self._steps)
 
-    def can_follow(self, slices: Sequence[SequenceSlice]) -> bool:
+    def fits_multi_step(self, slices: Sequence[SequenceSlice]) -> bool:
         """Whether `multi_step` works after a step of these slices."""
         bucket = self._buckets.smallest_for(last_tokens(slices))
-        return self.may_follow and bucket in self._steps and bucket.width == 1
+        return self.supports_multi_step and bucket in self._steps and bucket.width == 1
 
     def multi_step(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Further steps of a step's sequences, one token each; within inference mode.
@@ -301,7 +301,7 @@ class CapturedSteps:
             assert tables is not None
             # Slots are looked up before the first of the steps applies what its numbers bring.
             tables.apply(inputs.on_device.changed_at, inputs.on_device.changed_to)
-        steps = FollowUp(inputs, replay, len(slices), self._scratch_block)
+        steps = MultiStepReplay(inputs, replay, len(slices), self._scratch_block)
 
         def run(token_ids: torch.Tensor) -> torch.Tensor:
             steps.run(token_ids)

@@ -27,7 +27,7 @@ from specdec.engine.base import StepPlan, Worker
 from specdec.engine.drafting.drawing import Draft, Drawing, context_of, draw_key_of
 from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
-from specdec.engine.logits.filters import distributions_of, likeliest
+from specdec.engine.logits.filters import distributions_of, stable_topk
 from specdec.engine.logits.rows import FIRST_CANDIDATES, noise_keys
 from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.transfer import to_device, to_host
@@ -121,7 +121,7 @@ class DeviceMultiStep:
             return self._drawing.draw_from_cuts([job], [cut], self._top_n)[0]
         if self._top_n:
             is_possible = noted[0][place] > -np.inf
-            job.progress.likeliest.append(noted[1][place][is_possible].tolist())
+            job.progress.top_token_ids.append(noted[1][place][is_possible].tolist())
         return foreseen
 
 
@@ -196,7 +196,7 @@ class _Part:
             return scores.argmax(dim=-1), [*self._top(scores), *reach]
         self._num_tokens = distributions.shape[-1]
         num_looked_at = min(self._drawing.s_max, self._num_tokens, FIRST_CANDIDATES)
-        masses, ids = likeliest(distributions, num_looked_at, floor=0.0)
+        masses, ids = stable_topk(distributions, num_looked_at, floor=0.0)
         words = self._words_on(scores.device)[index]
         return support_draws(masses, ids, self._drawing.coverage, words), [masses, ids, *reach]
 

@@ -39,7 +39,7 @@ class Draft:
     token_ids: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
     lost_mass: list[float] = field(default_factory=list)
-    likeliest: list[list[int]] = field(default_factory=list)
+    top_token_ids: list[list[int]] = field(default_factory=list)
     """The likeliest tokens at each position, best first, the drawn one perhaps among them."""
     q: list[float] = field(default_factory=list)
     """Of tokens that are scored instead of drawn: what each would have been drawn with."""
@@ -48,7 +48,7 @@ class Draft:
 
     def cut(self, num_draft_tokens: int) -> None:
         """Keeps the first tokens only."""
-        for column in (self.token_ids, self.supports, self.lost_mass, self.likeliest):
+        for column in (self.token_ids, self.supports, self.lost_mass, self.top_token_ids):
             del column[num_draft_tokens:]
 
     def is_complete(self, gamma: int, filters: SamplingFilters) -> bool:
@@ -193,7 +193,7 @@ class Drawing:
             job.progress.lost_mass.append(lost_mass)
             if top_n:
                 best = np.argsort(support.weights, kind="stable")[: -top_n - 1 : -1]
-                job.progress.likeliest.append(support.token_ids[best].tolist())
+                job.progress.top_token_ids.append(support.token_ids[best].tolist())
         return token_ids
 
 
@@ -253,7 +253,7 @@ def _top(scores: torch.Tensor, num: int) -> list[list[int]]:
 
 def _note(jobs: Sequence[Job], likeliest: list[list[int]]) -> None:
     for job, token_ids in zip(jobs, likeliest, strict=True):
-        job.progress.likeliest.append(token_ids)
+        job.progress.top_token_ids.append(token_ids)
 
 
 def context_of(job: Job) -> FilterContext:

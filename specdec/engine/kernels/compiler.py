@@ -26,7 +26,9 @@ def find_compiler() -> str:
     for name in ("g++", "c++"):  # GCC: the kernels shuffle vectors by its builtin
         if path := shutil.which(name):
             return path
-    raise Unsupported("native kernels need a C++ compiler (g++) on the PATH", field="compile_backend")
+    raise Unsupported(
+        "native kernels need a C++ compiler: install g++ or use --compile-backend eager", field="compile_backend"
+    )
 
 
 def compiler_version(compiler: str) -> bytes:
@@ -67,4 +69,4 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise Unsupported(f"{command[0]} took over {_TIMEOUT_S} s", field="compile_backend") from error
+        raise Unsupported(f"{command[0]} did not finish within {_TIMEOUT_S} s", field="compile_backend") from error

@@ -119,7 +119,7 @@ struct Batch {
 };
 
 // Steps of a token of each sequence that follow a batch, each token the likeliest of the step before.
-struct Run {
+struct MultiStep {
     int64_t steps;            // the batch among them
     int64_t num_tokens;       // of the head's outputs, those that can be chosen
     const int64_t* rows;      // [sequences + 1], ascending from 0

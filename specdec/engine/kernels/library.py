@@ -92,7 +92,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library.specdec_coupled_choices.restype = None
     library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]
     library.specdec_argmax.restype = None
-    for steps in (library.specdec_step, library.specdec_run, library.specdec_draft):
+    for steps in (library.specdec_step, library.specdec_multi_step, library.specdec_draft):
         steps.restype = None  # their arguments are `runner`'s structures
     _loaded.append(library)
     return library

@@ -14,7 +14,7 @@
 // thread; with OpenMP its loops are shared among `num_threads`.
 
 #include "draft_head.h"
-#include "likeliest.h"
+#include "argmax.h"
 #include "noise.h"
 
 #if defined(_OPENMP)
@@ -76,13 +76,13 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
 void specdec_argmax(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t* token_ids,
                        float* maxima) {
     for (int64_t row = 0; row < num_rows; ++row) {
-        token_ids[row] = likeliest(logits + row * stride, num_tokens);
+        token_ids[row] = argmax(logits + row * stride, num_tokens);
         maxima[row] = logits[row * stride + token_ids[row]];
     }
 }
 
 // A step of one logit row a sequence, and those that follow it; the batch's tables have blocks for all of them.
-void specdec_run(const Model* model, const Batch* batch, const Run* run, int num_threads) {
+void specdec_multi_step(const Model* model, const Batch* batch, const MultiStep* run, int num_threads) {
     Batch step = *batch;
     for (int64_t index = 0; index < run->steps; ++index) {
         int64_t* chosen = run->token_ids + index * step.sequences;

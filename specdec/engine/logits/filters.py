@@ -305,7 +305,7 @@ def _cut_rows(
     """
     chosen = [params[row] for row in rows]
     index = to_device(rows, scores.device, torch.int64)
-    values, ids = likeliest(scores[index], num_candidates, floor=-torch.inf)  # [M, K]
+    values, ids = stable_topk(scores[index], num_candidates, floor=-torch.inf)  # [M, K]
     weights = _weights(values, chosen)
     if totals is None:
         limits = to_device([filters.top_k for filters in chosen], scores.device, torch.int64)
@@ -321,7 +321,7 @@ def _cut_rows(
     return is_short
 
 
-def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+def stable_topk(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The `num` largest of each row, largest first, ties by lower id.
 
     Args:

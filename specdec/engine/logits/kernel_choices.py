@@ -18,7 +18,7 @@ from specdec.core.random import seed_words
 from specdec.engine.kernels.library import loaded_library
 
 
-def likeliest(logits: torch.Tensor) -> tuple[list[int], list[float]] | None:
+def argmax(logits: torch.Tensor) -> tuple[list[int], list[float]] | None:
     """Of each row of float32 [R, V] on the host: the first of its likeliest tokens, and its logit; what is no number
     counts as larger than anything. None where this process has no kernels, or they are not for these rows.
     """

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_top
 from specdec.engine.logits import kernel_choices
-from specdec.engine.logits.filters import likeliest, row_and_column
+from specdec.engine.logits.filters import row_and_column, stable_topk
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.types import DistributionRow, LogitRow, Support, TokenIds
 
@@ -61,13 +61,13 @@ def cut_supports(
     if s_max > FIRST_CANDIDATES and distributions.device.type == "cpu":
         return [_cut_by_mass(distribution, s_max, coverage) for distribution in distributions.numpy()]
     first = min(s_max, FIRST_CANDIDATES)
-    candidates = likeliest(distributions, first, floor=0.0)
+    candidates = stable_topk(distributions, first, floor=0.0)
     masses, ids = to_host(*candidates)  # [R, first]
     short = np.flatnonzero(masses.sum(axis=-1) < coverage) if first < s_max else np.empty(0, dtype=np.int64)
     supports = [support_of_top(ids[row], masses[row], coverage) for row in range(len(masses))]
     if len(short):
         masses, ids = to_host(
-            *likeliest(distributions[to_device(short, distributions.device, torch.int64)], s_max, floor=0.0)
+            *stable_topk(distributions[to_device(short, distributions.device, torch.int64)], s_max, floor=0.0)
         )
         for index, row in enumerate(short):
             supports[row] = support_of_top(ids[index], masses[index], coverage)
@@ -286,7 +286,7 @@ def logit_rows(
     num_rows = len(logits)
     where = row_and_column(logits, list(enumerate(support_ids)))
     tails = to_device(tail_ids, logits.device, torch.int64).clamp(min=0)
-    top = likeliest(logits, num_logprobs, floor=-torch.inf) if num_logprobs else ()
+    top = stable_topk(logits, num_logprobs, floor=-torch.inf) if num_logprobs else ()
     on_supports, tail_logits, logsumexps, *tops = to_host(
         logits[where],
         logits[torch.arange(num_rows, device=logits.device), tails],

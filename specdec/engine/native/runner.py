@@ -33,14 +33,15 @@ from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import LocalHead
 from specdec.engine.native.draft_head import NativeHead
 from specdec.engine.native.packing import MOST_INT8_INPUTS, Packing
-from specdec.engine.native.structures import Batch, DraftHead, Layer, Model, Product, Run
+from specdec.engine.native.structures import Batch, DraftHead, Layer, Model, MultiStep, Product
 from specdec.types import BLOCK_TOKENS
 
 
-def _require_range(values: Sequence[int], size: int, what: str, of_what: str) -> None:
-    """Raises IndexError unless all are in [0, size)."""
-    if min(values) < 0 or max(values) >= size:
-        raise IndexError(f"a {what} is outside the {size} {of_what}")
+def _require_range(values: Sequence[int], size: int, name: str) -> None:
+    """Raise IndexError unless all values are in [0, size)."""
+    for value in (min(values), max(values)):
+        if not 0 <= value < size:
+            raise IndexError(f"{name} {value} is not in 0..{size - 1}")
 
 
 def _with_room(piece: SequenceSlice, num_further: int) -> SequenceSlice:
@@ -84,7 +85,7 @@ class NativeRunner(Worker):
         self.shape = shape
         self._library = library
         library.specdec_step.argtypes = [POINTER(Model), POINTER(Batch), c_int]
-        library.specdec_run.argtypes = [POINTER(Model), POINTER(Batch), POINTER(Run), c_int]
+        library.specdec_multi_step.argtypes = [POINTER(Model), POINTER(Batch), POINTER(MultiStep), c_int]
         library.specdec_draft.argtypes = [POINTER(DraftHead), POINTER(Batch), c_int]
         self._cache = cache
         self._packing = Packing(library, is_compact=is_compact)
@@ -100,7 +101,7 @@ class NativeRunner(Worker):
         """Those that are computed in PyTorch."""
         # A head is told of every step; and nothing checks an id that the kernels choose.
         if not heads and shape.vocabulary_size <= min(self._num_embeddings, self._model.head.outputs):
-            self.draft_runs = MultiStepDrafts.LIKELIEST
+            self.multi_step_drafts = MultiStepDrafts.GREEDY
         self._row_sizes = self._measure_rows()
         self._batch = Batch()
         self._numbers = array("q")
@@ -172,7 +173,7 @@ class NativeRunner(Worker):
         slices = [_with_room(piece, num_steps - 1) for piece in plan.slices]
         self._check(slices, num_steps - 1)
         if plan.block_copies or plan.local_draft or any(piece.num_logit_rows != 1 for piece in slices):
-            raise ValueError("a run begins with a full step of one logit row a slice, without copies")
+            raise ValueError("a multi-step draft needs a full step with one logit row per slice and no block copies")
         rows, starts = range(num_slices + 1), [end + step for step in range(num_steps - 1) for end in ends]
         chosen = [0] * num_steps * num_slices
         self._numbers, (run_rows, run_starts, run_chosen) = self._place_numbers(slices, rows, starts, chosen)
@@ -183,8 +184,8 @@ class NativeRunner(Worker):
             self._run_logits = torch.empty(num_slices * width)
         batch.logits = self._run_logits.data_ptr()
         maxima = np.empty((num_steps, num_slices), dtype=np.float32)
-        run = Run(num_steps, self.shape.vocabulary_size, run_rows, run_starts, run_chosen, maxima.ctypes.data)
-        self._library.specdec_run(ctypes.byref(model), ctypes.byref(batch), ctypes.byref(run), num_threads)
+        run = MultiStep(num_steps, self.shape.vocabulary_size, run_rows, run_starts, run_chosen, maxima.ctypes.data)
+        self._library.specdec_multi_step(ctypes.byref(model), ctypes.byref(batch), ctypes.byref(run), num_threads)
         numbers = np.frombuffer(self._numbers, dtype=np.int64)
         return maxima, numbers[-len(chosen) :].reshape(maxima.shape)
 
@@ -234,8 +235,8 @@ class NativeRunner(Worker):
             ],
             "token_ids": [token for piece in slices for token in piece.token_ids],
         }
-        _require_range(columns["token_ids"], self._num_embeddings, "token id", "embeddings")
-        _require_range(columns["tables"], self._cache.num_blocks, "block of the plan", "KV blocks")
+        _require_range(columns["token_ids"], self._num_embeddings, "token id")
+        _require_range(columns["tables"], self._cache.num_blocks, "KV block")
         numbers = array("q", [*chain(*columns.values(), *more)])
         batch, (address, _) = self._batch, numbers.buffer_info()
         for name, column in columns.items():
@@ -255,8 +256,9 @@ class NativeRunner(Worker):
             most = min(len(piece.block_table) * BLOCK_TOKENS, self.shape.max_context_tokens)
             if not (piece.start >= 0 and end <= most and 0 <= piece.num_logit_rows <= count):
                 raise IndexError(
-                    f"a plan of {piece.num_logit_rows} logit rows for tokens {piece.start} to {end} in "
-                    f"{len(piece.block_table)} blocks and a context of {self.shape.max_context_tokens}"
+                    f"a slice of {count} tokens from {piece.start} to {end} with {piece.num_logit_rows} logit rows "
+                    f"does not fit into {len(piece.block_table)} KV blocks and a context of "
+                    f"{self.shape.max_context_tokens}"
                 )
 
     def _place_scratch(self, tokens: int, longest: int, num_threads: int) -> None:

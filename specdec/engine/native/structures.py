@@ -110,7 +110,7 @@ class Batch(Structure):
     ]
 
 
-class Run(Structure):
+class MultiStep(Structure):
     """Steps that follow one, each token the likeliest of the step before."""
 
     _fields_ = [

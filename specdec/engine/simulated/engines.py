@@ -86,7 +86,7 @@ class SimulatedDraft(SimulatedReplica):
         check_round(asked, VOCABULARY_SIZE)
         check_scored(request, VOCABULARY_SIZE)
         if self._calls.jobs:
-            raise ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
+            raise ResourceExhausted("this replica is busy with other requests", reason="REPLICA_BUSY")
         text, scored = SimulatedText(self._pair.text, asked), enumerate(request.token_ids.tolist(), asked.committed_len)
         if asked.carries_distributions:
             q = [probability(token_id, text.support(position)) for position, token_id in scored]
@@ -149,7 +149,7 @@ class SimulatedTarget(SimulatedReplica):
                 field="draft_token_ids",
             )
         if request.num_logprobs is not None:
-            raise InvalidRequest("a simulated target has no logprobs", field="num_logprobs")
+            raise InvalidRequest("a simulated target cannot return logprobs", field="num_logprobs")
         verification: Verification = await self._call(
             Call(
                 request,
@@ -162,8 +162,8 @@ class SimulatedTarget(SimulatedReplica):
         return verification
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Raises Unsupported: it drafts nothing by itself."""
-        raise Unsupported("a simulated target drafts nothing by itself")
+        """Raise Unsupported: a simulated target has no local drafts."""
+        raise Unsupported("a simulated target has no local drafts to score with")
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         request, num_rows = cast(VerifyRequest, job.call.request), job.call.num_logit_rows

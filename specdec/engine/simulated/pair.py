@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specdec.engine.simulated.device import ForwardTime
-from specdec.engine.simulated.text import TextDials
+from specdec.engine.simulated.text import TextOptions
 from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest
 
@@ -22,7 +22,7 @@ class SimulatedPair:
 
     target: ForwardTime
     draft: ForwardTime
-    text: TextDials
+    text: TextOptions
     fan_out: int = 8
     """F: next tokens guessed for each accepted length."""
     predrafts: bool = True
@@ -54,7 +54,7 @@ def _pair(t_ar_ms: float, t_v_ms: float, t_d_ms: float, alpha: float) -> Simulat
     return SimulatedPair(
         target=ForwardTime((t_ar_ms - per_token_ms) / 1e3, per_token_ms / 1e3),
         draft=ForwardTime(0.995 * t_d_ms / 1e3, 0.005 * t_d_ms / 1e3),
-        text=TextDials(alphas=(alpha,)),
+        text=TextOptions(alphas=(alpha,)),
     )
 
 
@@ -64,7 +64,7 @@ PRESETS = {
     "8b-0.6b": _pair(5.5, 6.0, 1.5, 0.75),
 }
 
-_DIALS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
+_OPTIONS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
     "alpha": lambda pair, value: replace(pair, text=replace(pair.text, alphas=tuple(map(float, value.split("/"))))),
     "odd_alpha": lambda pair, value: replace(
         pair, text=replace(pair.text, odd_alphas=tuple(map(float, value.split("/"))))
@@ -83,17 +83,17 @@ def simulated_pair(model: str) -> SimulatedPair:
     Raises:
         InvalidRequest: no such preset or dial, or a value it does not take.
     """
-    preset, *dials = model.removeprefix(SIMULATED_PREFIX).split(",")
+    preset, *options = model.removeprefix(SIMULATED_PREFIX).split(",")
     pair = PRESETS.get(preset)
     if pair is None:
-        raise InvalidRequest(f"no simulated pair {preset!r}; there are {', '.join(PRESETS)}", field="model")
-    for dial in dials:
-        name, _, value = dial.partition("=")
+        raise InvalidRequest(f"unknown simulated pair {preset!r}; choose one of {', '.join(PRESETS)}", field="model")
+    for option in options:
+        name, _, value = option.partition("=")
         try:
-            pair = _DIALS[name](pair, value)
+            pair = _OPTIONS[name](pair, value)
         except (KeyError, ValueError) as error:
             raise InvalidRequest(
-                f"simulated pair: {dial!r} is not a dial and its value; the dials are {', '.join(_DIALS)}",
+                f"simulated pair: cannot read {option!r}: expected NAME=VALUE with one of {', '.join(_OPTIONS)}",
                 field="model",
             ) from error
     text = pair.text
@@ -103,5 +103,5 @@ def simulated_pair(model: str) -> SimulatedPair:
         and pair.fan_out >= 1
         and pair.link_delay_s >= 0.0
     ):
-        raise InvalidRequest(f"simulated pair: a dial of {model!r} is out of its range", field="model")
+        raise InvalidRequest(f"simulated pair: a value in {model!r} is out of range", field="model")
     return pair

@@ -51,7 +51,7 @@ _STREAM = 0x51AB
 
 
 @dataclass(frozen=True, slots=True)
-class TextDials:
+class TextOptions:
     """What can be set of a pair's texts."""
 
     alphas: tuple[float, ...]
@@ -72,7 +72,7 @@ class TextDials:
 class SimulatedText:
     """Tokens and distributions of one request's positions. Two objects of equal round and dials say the same."""
 
-    def __init__(self, dials: TextDials, asked: SessionPosition) -> None:
+    def __init__(self, dials: TextOptions, asked: SessionPosition) -> None:
         """Of `asked`, only seed, turn, committed length and output start count."""
         self._dials = dials
         self._asked = asked

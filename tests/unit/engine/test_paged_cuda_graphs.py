@@ -63,7 +63,7 @@ def test_steps_through_the_kernels_equal_eager_ones(mixed: Path, caplog: pytest.
     caplog.set_level(logging.INFO, logger="specdec")
     pair = Pair(mixed, capture=counted(), attention="paged")
     # Of all contexts: 1, 2, 4 ... 64 sequences of 1, 3 and 5 rows.
-    assert "captured 21 of 21 step graphs with paged attention" in caplog.text
+    assert "recorded 21 of 21 CUDA graphs with paged attention" in caplog.text
     check_ragged_steps(pair, num_steps=4)
 
 
@@ -115,7 +115,7 @@ def test_steps_that_no_recording_holds_take_the_kernels_too_and_neither_gather_n
 
     with monkeypatch.context() as patched:
         patched.setattr("specdec.engine.model.model_runner.build_batch", laid_out)
-        actual = pair.captured.execute(mixture)
+        actual = pair.recorded.execute(mixture)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     pair.run(piece(one, 61, 66, pair.tables[0], 5), piece(two, 18, 19, pair.tables[1], 1))
 
@@ -150,7 +150,9 @@ def test_kernels_that_compute_something_else_are_found_out(
     caplog.set_level(logging.INFO, logger="specdec")
     monkeypatch.setattr(module, "paged_attention", wrong)
     load(mixed, capture=counted(), attention="paged")
-    assert re.search(r"paged attention is off by [0-9.einf]+ here and is not used; steps gather", caplog.text)
+    assert re.search(
+        r"paged attention differs from gathered attention by [0-9.einf]+, limit 0.05; using gathered", caplog.text
+    )
     assert "with gathered attention" in caplog.text
 
 
@@ -161,7 +163,7 @@ def test_kernels_that_do_not_run_are_one_warning_and_gathered_attention(
     monkeypatch.setattr(module, "paged_attention", failing)
     pair = Pair(mixed, capture=counted(), attention="paged")
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert warning.startswith("paged attention does not run here: ptxas fatal: no such architecture; steps gather")
+    assert warning.startswith("paged attention failed its trial: ptxas fatal: no such architecture; using gathered")
     assert "with gathered attention" in caplog.text
     pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))
 
@@ -178,7 +180,7 @@ def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, m
     monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1,))
     demo = Path(__file__).parents[3] / "models" / "demo" / "draft"
     texts = {}
-    for backend in ("eager", "captured"):
+    for backend in ("eager", "cuda-graphs"):
         capture = counted()
         compiling = CompileOptions(backend, row_counts=(1,), capture=capture, attention="paged")
         worker = load_worker(
@@ -191,4 +193,4 @@ def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, m
             tokens.append(int(logits[0].argmax()))
         texts[backend] = tokens
     assert capture.num_replays >= 19  # and the trials
-    assert texts["captured"] == texts["eager"]
+    assert texts["cuda-graphs"] == texts["eager"]

@@ -63,7 +63,7 @@ def test_recorded_steps_on_the_device_equal_eager_ones_on_the_cpu(mixed: Path) -
     pair = Pair(mixed, capture=CudaCapture(CUDA), device="cuda:0", atol=ATOL["float32"])
     pair.eager = load(mixed, "eager")
     tokens = random_tokens(1, 60)
-    recorded, eager = pair.captured, pair.eager
+    recorded, eager = pair.recorded, pair.eager
     for start in range(0, 60, 3):
         step = StepPlan((piece(tokens, start, start + 3, pair.tables[0], 3),))
         difference = (recorded.execute(step).cpu() - eager.execute(step)).abs().max()
@@ -88,7 +88,7 @@ def test_nan_of_a_former_owner_reaches_nobody(mixed: Path) -> None:
 def test_a_service_starts_with_recorded_steps_by_default(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     load(mixed, "auto", device="cuda:0")
-    (message,) = (message for message in caplog.messages if message.startswith("captured "))
+    (message,) = (message for message in caplog.messages if message.startswith("recorded "))
     assert "with paged attention" in message
 
 
@@ -115,7 +115,7 @@ def test_a_step_that_cannot_be_recorded_leaves_the_device_usable() -> None:
 async def test_rounds_give_the_same_text_recorded_and_eagerly(temperature: float, tmp_path: Path) -> None:
     target, draft = build_tiny_pair("llama", tmp_path, seed=3)
     texts = {}
-    for backend in ("eager", "captured"):
+    for backend in ("eager", "cuda-graphs"):
         compiling = CompileOptions(backend, row_counts(9))
         proposer, verifier = (
             engine(
@@ -135,4 +135,4 @@ async def test_rounds_give_the_same_text_recorded_and_eagerly(temperature: float
         for engine in (proposer, verifier):
             engine.check_integrity()
             await engine.close()
-    assert texts["captured"] == texts["eager"]
+    assert texts["cuda-graphs"] == texts["eager"]

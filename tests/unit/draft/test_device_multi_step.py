@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.support.follower_worker import FollowerWorker
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.predraft import Predrafter
@@ -17,11 +16,12 @@ from specdec.core.sparse import draw_from_support, support_of_top
 from specdec.engine.drafting import device_multi_step, multi_step_policy
 from specdec.engine.logits import filters, rows
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
-from specdec.engine.logits.filters import likeliest
+from specdec.engine.logits.filters import stable_topk
 from specdec.engine.logits.rows import coupled_scores, noise_keys
 from specdec.engine.loop.job import Job
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
+from tests.support.multi_step_worker import MultiStepWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
@@ -109,14 +109,14 @@ def same(actual: Proposal | BaseException, expected: Proposal | BaseException) -
 @pytest.mark.parametrize("name", RULES)
 async def test_a_draft_of_several_steps_at_once_is_the_same_draft(name: str) -> None:
     for seed in range(4):
-        request, worker = ask(RULES[name], seed=seed), FollowerWorker()
+        request, worker = ask(RULES[name], seed=seed), MultiStepWorker()
         (actual,), (expected,) = await proposals(worker, [request]), await proposals(TableWorker(), [request])
         same(actual, expected)
         assert worker.runs == [5]
 
 
 async def test_a_support_that_may_not_reach_further_ends_no_run() -> None:
-    request, worker = ask(RULES["sampled"]), FollowerWorker()
+    request, worker = ask(RULES["sampled"]), MultiStepWorker()
     (actual,), (expected,) = await proposals(worker, [request], 3), await proposals(TableWorker(), [request], 3)
     same(actual, expected)
     assert isinstance(actual, Proposal)
@@ -134,7 +134,7 @@ async def test_a_draft_whose_law_reaches_further_than_a_run_looks_goes_on_one_st
     for seed in range(4):
         requests = [ask(rule, num_tokens=21 + index, session=f"s{index}", seed=seed)
                     for index, rule in enumerate(rules)]  # fmt: skip
-        worker = FollowerWorker()
+        worker = MultiStepWorker()
         actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
         for one, other in zip(actual, expected, strict=True):
             same(one, other)
@@ -148,7 +148,7 @@ async def test_after_a_run_that_was_for_nothing_fewer_and_fewer_drafts_are_run(
     name: str, num_runs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_at(1, monkeypatch)
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
     for round_id in range(40):
         await proposer.propose(ask(RULES[name], gamma=2, num_tokens=21 + round_id % 30, round_id=round_id))
@@ -166,7 +166,7 @@ async def test_drafts_that_reach_no_further_than_their_top_k_neither_share_that_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     look_at(2, monkeypatch)
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
     short = (SamplingFilters(top_k=2, top_p=0.9), DrawRule.DISTRIBUTION)
     has_run = []
@@ -197,7 +197,7 @@ async def test_drafts_of_all_kinds_and_lengths_are_drawn_together(
         ask(rule, num_tokens=21 + index, gamma=5 if index else 3, session=f"s{index}", seed=index)
         for index, rule in enumerate(rules)
     ]
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
     for one, other in zip(actual, expected, strict=True):
         same(one, other)
@@ -206,7 +206,7 @@ async def test_drafts_of_all_kinds_and_lengths_are_drawn_together(
 
 async def test_where_more_sessions_are_awaited_than_draft_each_step_ends_for_itself() -> None:
     """Whoever calls while a run goes on waits for its end."""
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     proposer = Proposer(worker)
     for num_answered in range(3):
         assert len(worker.runs) == min(num_answered, 2)
@@ -222,7 +222,7 @@ async def test_what_the_device_did_not_foresee_costs_time_and_changes_no_token(m
 
     monkeypatch.setattr(device_multi_step, "support_draws", off_at_times)
     requests = [ask(RULES["sampled"], session=f"s{index}", seed=index) for index in range(6)]
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
     for one, other in zip(actual, expected, strict=True):
         same(one, other)
@@ -230,7 +230,7 @@ async def test_what_the_device_did_not_foresee_costs_time_and_changes_no_token(m
 
 
 async def test_logits_that_are_not_finite_fail_their_own_call_alone() -> None:
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     requests = [ask(RULES["greedy"], num_tokens=21 + index, session=f"s{index}") for index in range(3)]
     third = worker.greedy_continuation(TOKENS[:22], 3)[2]
     worker.non_finite[third] = float("nan")
@@ -244,7 +244,7 @@ async def test_logits_that_are_not_finite_fail_their_own_call_alone() -> None:
 
 
 async def test_a_run_that_crashes_fails_its_calls_and_the_replica_goes_on() -> None:
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     proposer = Proposer(worker)
     worker.fail_next = RuntimeError("a kernel failed")
     with pytest.raises(Internal):
@@ -260,10 +260,10 @@ async def test_the_likeliest_tokens_are_noted_as_one_by_one(name: str, monkeypat
     noted: list[list[list[int]]] = []
 
     def note(_: Predrafter, job: Job) -> None:
-        noted.append(job.progress.likeliest)
+        noted.append(job.progress.top_token_ids)
 
     monkeypatch.setattr(Predrafter, "note_answered", note)
-    for worker in (FollowerWorker(), TableWorker()):
+    for worker in (MultiStepWorker(), TableWorker()):
         options = DraftOptions(predraft=Predraft.ON, max_support=24)
         proposer = Proposer(worker, drafting=options, clock=lambda: 0.0)
         await proposer.propose(ask(RULES[name]))
@@ -297,7 +297,7 @@ def test_noise_for_every_token_is_the_noise_of_those_with_mass(
 def test_a_token_is_drawn_from_a_support_as_the_host_draws_it() -> None:
     distributions = random_distributions(200, 64, seed=1)
     for size, coverage in ((64, 0.99), (16, 0.99), (64, 0.5), (1, 0.99)):
-        masses, ids = likeliest(distributions, size, floor=0.0)
+        masses, ids = stable_topk(distributions, size, floor=0.0)
         words, expected = [], []
         for row in range(200):
             key = DrawKey(seed=row * 77, turn=row % 3, committed_len=row)

@@ -16,12 +16,12 @@ from specdec.engine.base import MultiStepDrafts, StepPlan
 from tests.support.table_worker import TableWorker
 
 
-class FollowerWorker(TableWorker):
+class MultiStepWorker(TableWorker):
     """Steps that follow one another: their tokens are nobody's business but the drawer's."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.draft_runs = MultiStepDrafts.ANY
+        self.multi_step_drafts = MultiStepDrafts.ANY
         self.runs: list[int] = []
         """Steps of each run."""
 
@@ -39,12 +39,12 @@ class FollowerWorker(TableWorker):
         return True
 
 
-class LikeliestWorker(FollowerWorker):
+class GreedyMultiStepWorker(MultiStepWorker):
     """The same with each step's likeliest token, and no other."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.draft_runs = MultiStepDrafts.LIKELIEST
+        self.multi_step_drafts = MultiStepDrafts.GREEDY
 
     def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         maxima: list[NDArray[np.float32]] = []

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
-from tests.support.follower_worker import LikeliestWorker
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
@@ -15,6 +14,7 @@ from specdec.engine.loop.steps import LONGEST_HOST_RUN_S
 from specdec.engine.schedule.step_times import StepLoad
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
+from tests.support.multi_step_worker import GreedyMultiStepWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
@@ -29,7 +29,7 @@ class Rig:
 
     step_s: float = 0.001
     token_s: float = 0.0
-    worker: TableWorker = field(default_factory=LikeliestWorker)
+    worker: TableWorker = field(default_factory=GreedyMultiStepWorker)
     options: DraftOptions = field(default_factory=DraftOptions)
     now_s: float = 0.0
     num_rounds: int = 0
@@ -68,7 +68,7 @@ class Rig:
 
     @property
     def runs(self) -> list[int]:
-        assert isinstance(self.worker, LikeliestWorker)
+        assert isinstance(self.worker, GreedyMultiStepWorker)
         return self.worker.runs
 
 
@@ -158,7 +158,7 @@ async def test_where_the_likeliest_tokens_are_noted_steps_are_single() -> None:
 
 async def test_logits_that_are_not_finite_fail_the_call() -> None:
     async with Rig() as rig:
-        assert isinstance(rig.worker, LikeliestWorker)
+        assert isinstance(rig.worker, GreedyMultiStepWorker)
         third = rig.worker.greedy_continuation(TOKENS[:21], 3)[2]
         rig.worker.non_finite[third] = float("nan")
         with pytest.raises(Internal):

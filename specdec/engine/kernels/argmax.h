@@ -18,7 +18,7 @@ inline bool has_any(Integers lanes) {
     return any != 0;
 }
 
-int64_t likeliest(const float* logits, int64_t num_tokens) {
+int64_t argmax(const float* logits, int64_t num_tokens) {
     const int64_t whole = num_tokens / STRETCH * STRETCH;
     Vector best[ABREAST];
     Integers odd[ABREAST] = {};  // lanes in which something was no number

@@ -54,7 +54,7 @@ def worker(model: Path) -> Worker:
 
 def load(model: Path, attention: str = "paged") -> Worker:
     compiling = CompileOptions(
-        "captured", row_counts=(1, 2), capture=CountedCapture(warms_up=False), attention=attention
+        "cuda-graphs", row_counts=(1, 2), capture=CountedCapture(warms_up=False), attention=attention
     )
     return load_worker(
         str(model), device="cpu", dtype="float32", num_kv_blocks=64, compiling=compiling, self_check=False
@@ -146,7 +146,7 @@ async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
     monkeypatch.setattr(worker, "close", lambda: None)  # it serves other tests
     drafts = []
     for kind in (MultiStepDrafts.ANY, MultiStepDrafts.NONE):
-        monkeypatch.setattr(worker, "draft_runs", kind)
+        monkeypatch.setattr(worker, "multi_step_drafts", kind)
         proposer = Proposer(worker, drafting=DraftOptions(max_support=32))
         filters = SamplingFilters(temperature=temperature)
         tokens = random_tokens(5, 30)

@@ -176,7 +176,7 @@ def test_a_run_stays_within_its_blocks_and_the_models_context(tmp_path: Path) ->
     worker.draft_greedy(plan, 5)  # the last token is not run
     with pytest.raises(IndexError, match="context of 32"):
         worker.draft_greedy(plan, 6)
-    with pytest.raises(IndexError, match="1 blocks"):
+    with pytest.raises(IndexError, match="1 KV blocks"):
         worker.draft_greedy(StepPlan((SequenceSlice(tokens[:14], 0, (0,), 1),)), 4)
 
 
@@ -191,12 +191,12 @@ async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(
 ) -> None:
     monkeypatch.setattr(steps, "LONGEST_HOST_RUN_S", 1e9)  # however slow this machine is
     drafts, runs = [], []
-    for kind in (MultiStepDrafts.LIKELIEST, MultiStepDrafts.NONE):
+    for kind in (MultiStepDrafts.GREEDY, MultiStepDrafts.NONE):
         worker = load(directory)
-        assert worker.draft_runs is MultiStepDrafts.LIKELIEST
+        assert worker.multi_step_drafts is MultiStepDrafts.GREEDY
         run = worker.draft_greedy
         monkeypatch.setattr(worker, "draft_greedy", lambda plan, num, run=run: runs.append(num) or run(plan, num))
-        worker.draft_runs = kind
+        worker.multi_step_drafts = kind
         proposer = Proposer(worker)
         tokens = [token % VOCABULARY_SIZE for token in random_tokens(5, 40)]
         for round_id, end in enumerate((20, 23, 22, 30)):

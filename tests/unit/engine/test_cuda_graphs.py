@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from specdec.engine.base import StepPlan
+from specdec.engine.model.kv_cache import KvCache
+from specdec.errors import Unsupported
+from specdec.types import BLOCK_TOKENS
 from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
@@ -23,11 +28,6 @@ from tests.support.cuda_graphs_rig import (
     random_tokens,
     record_on_tape,
 )
-
-from specdec.engine.base import StepPlan
-from specdec.engine.model.kv_cache import KvCache
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -136,7 +136,7 @@ def test_a_step_writes_its_own_slots_and_the_scratch_block_alone(mixed: Path, mo
 
 def test_a_row_is_the_same_in_any_company(pair: Pair) -> None:
     tokens, others = random_tokens(6, 60), random_tokens(7, 600)
-    for worker in (pair.eager, pair.captured):
+    for worker in (pair.eager, pair.recorded):
         worker.execute(StepPlan((piece(tokens, 0, 40, pair.tables[1], 0),)))
         worker.execute(StepPlan((piece(others, 0, 560, pair.tables[0], 0),)))
     alone = pair.run(piece(tokens, 40, 42, pair.tables[1], 2))
@@ -182,20 +182,20 @@ def test_by_default_a_capture_that_fails_is_one_warning_and_an_eager_worker(
     worker = load(mixed, "auto", capture=failing)
     warnings = [message for level, message in specdec_records(caplog) if level == "WARNING"]
     assert len([message for message in warnings if "captur" in message]) == 1
-    assert "operation not permitted when stream is capturing; they run eagerly" in caplog.text
+    assert "operation not permitted when stream is capturing; running eagerly" in caplog.text
     assert "much more" not in caplog.text
     step = StepPlan((piece(random_tokens(11, 3), 0, 3, (5,), 3),))
     torch.testing.assert_close(worker.execute(step), load(mixed, "eager").execute(step), rtol=0, atol=0)
 
 
 def test_by_name_a_capture_that_fails_is_one_error(mixed: Path) -> None:
-    with pytest.raises(Unsupported, match=r"cannot be captured here: operation not permitted .* capturing$") as raised:
+    with pytest.raises(Unsupported, match=r"CUDA graphs failed: operation not permitted .* capturing$") as raised:
         load(mixed, capture=failing)
     assert raised.value.field == "compile_backend"
 
 
 def test_by_name_captured_steps_need_a_cuda_device(mixed: Path) -> None:
-    with pytest.raises(Unsupported, match="captured steps need a CUDA device, not cpu") as raised:
+    with pytest.raises(Unsupported, match="CUDA graphs need a CUDA device, not cpu") as raised:
         load(mixed)
     assert raised.value.field == "compile_backend"
 
@@ -205,10 +205,10 @@ def test_a_model_of_another_shape_is_refused_by_name_and_runs_eagerly_by_default
 ) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     model = build_tiny_model("gpt2", tmp_path, num_layers=1)
-    with pytest.raises(Unsupported, match="type gpt2 has no captured steps"):
+    with pytest.raises(Unsupported, match="type gpt2 cannot run as CUDA graphs"):
         load(model, capture=CountedCapture())
     worker = load(model, "auto", capture=CountedCapture())
-    assert "type gpt2 has no captured steps: it runs eagerly" in caplog.text
+    assert "type gpt2 cannot run as CUDA graphs; running eagerly" in caplog.text
     assert worker.execute(StepPlan((piece([2, 3], 0, 2, (5,), 2),))).shape == (2, 256)
 
 
@@ -226,8 +226,8 @@ def test_what_finds_no_memory_stays_eager_and_the_rest_is_captured(
         return direct(step)
 
     pair = Pair(mixed)
-    pair.captured, pair.capture = load(mixed, capture=cramped), direct
-    assert f"captured {len(attempts) - 6} of {len(attempts)} step graphs with gathered attention" in caplog.text
+    pair.recorded, pair.capture = load(mixed, capture=cramped), direct
+    assert f"recorded {len(attempts) - 6} of {len(attempts)} CUDA graphs with gathered attention" in caplog.text
     one = piece(random_tokens(12, 1), 0, 1, pair.tables[0], 1)
     pair.run(*[one] * 32)
     pair.run(*[one] * 33, uses_cuda_graphs=False)
@@ -247,7 +247,7 @@ def test_without_triton_blocks_are_gathered_and_one_warning_says_so(
     monkeypatch.setitem(sys.modules, "triton", None)
     pair = Pair(mixed, attention="paged")
     (warning,) = (message for level, message in specdec_records(caplog) if level == "WARNING")
-    assert warning.startswith("paged attention does not run here: ")
+    assert warning.startswith("paged attention failed its trial: ")
     assert "triton" in warning
     assert "with gathered attention" in caplog.text
     pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))
