@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 from draft_service.scoring import score_of
 from specdec.engine.base import MultiStepDrafts
-from specdec.engine.drafting.device_multi_step import DeviceMultiStep
 from specdec.engine.drafting.drawing import Draft, Drawing
-from specdec.engine.drafting.greedy_multi_step import GreedyMultiStep
+from specdec.engine.drafting.multi_step import DeviceMultiStep, GreedyMultiStep
 from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, MultiStepDraft, Program

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.logits.filters import FilterContext, distributions_of, filtered_distributions, greedy_choices
+from specdec.engine.logits.filters import distributions_of, filtered_distributions, greedy_choices
+from specdec.engine.logits.penalties import FilterContext, RunningHistory
 from specdec.engine.logits.rows import cut_supports, distribution_rows
-from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.types import SamplingFilters
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.logits.filters import FilterContext, filtered_distributions
+from specdec.engine.logits.filters import filtered_distributions
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.options import EAGER, CompileOptions
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported

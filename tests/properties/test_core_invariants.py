@@ -14,7 +14,8 @@ from specdec.core.random import DrawKey
 from specdec.core.reference import chain_hash, cut_support, distribution_row, filtered_distribution
 from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import draw_from_support
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, stable_topk
+from specdec.engine.logits.filters import filtered_distributions, stable_topk
+from specdec.engine.logits.penalties import FilterContext
 from specdec.types import WEIGHT_TOTAL, SamplingFilters, TokenSource
 
 QUICK = settings(max_examples=80, deadline=None, derandomize=True)

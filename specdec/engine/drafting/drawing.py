@@ -18,13 +18,8 @@ import torch
 
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.sparse import draw_from_support, probability
-from specdec.engine.logits.filters import (
-    FilterContext,
-    filtered_distributions,
-    greedy_choices,
-    processed_logits,
-    split_batches,
-)
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.penalties import FilterContext, processed_logits
 from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host

@@ -1,7 +1,7 @@
 """Draws that no number is read for: what `rows` finds with the host's help, on the device alone.
 
 They take more arithmetic: noise for every token instead of the few that may win. Each is the same function of the same
-keys, element by element. Not here: what is made of it (`engine.drafting.device_multi_step`, which calls this).
+keys, element by element. Not here: what is made of it (`engine.drafting.multi_step`, which calls this).
 """
 
 from __future__ import annotations

@@ -9,17 +9,15 @@ Not here: drawing, supports (`rows`). Called by `specdec.engine.drafting` and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from specdec.engine.logits.penalties import FilterContext, column, process_logits, processed_logits
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_device
-from specdec.types import SamplingFilters, TokenIds
+from specdec.types import SamplingFilters
 
 MemberT = TypeVar("MemberT")
 
@@ -31,27 +29,6 @@ _FIRST_CANDIDATES = 512
 
 #: And how many times more it looks at next, where those did not reach far enough.
 _CANDIDATE_GROWTH = 16
-
-
-@dataclass(frozen=True, slots=True)
-class FilterContext:
-    """What a row's distribution depends on besides its logits."""
-
-    filters: SamplingFilters
-    history: Sequence[int] | TokenIds
-    """All session tokens before the row's position, draft tokens included."""
-    output_start: int
-    """Position of this turn's first output token."""
-
-    def masks_end(self, num_more: int = 0) -> bool:
-        """Whether end tokens are masked, here or so many tokens further on."""
-        num_new = len(self.history) + num_more - self.output_start
-        return bool(self.filters.end_token_ids) and num_new < self.filters.min_new_tokens
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether bias, penalties or the mask touch this row at all."""
-        return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end()
 
 
 def split_batches(
@@ -87,17 +64,10 @@ def greedy_choices(logits: StepLogits, contexts: Sequence[FilterContext]) -> lis
     choices = list(logits.top_ids)
     if touched:
         scores = logits.select(touched).values.to(torch.float64)  # [N, V]
-        _process_logits(scores, [contexts[row] for row in touched])
+        process_logits(scores, [contexts[row] for row in touched])
         for row, choice in zip(touched, scores.argmax(dim=-1).tolist(), strict=True):
             choices[row] = choice
     return choices
-
-
-def processed_logits(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
-    """Logits after bias, penalties and masks, float64 [R, V]; what `greedy_choices` chooses by."""
-    scores = logits.to(torch.float64, copy=True)
-    _process_logits(scores, contexts)
-    return scores
 
 
 def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
@@ -155,95 +125,18 @@ def _limits_number(filters: SamplingFilters, num_tokens: int) -> bool:
     return 0 < filters.top_k < num_tokens
 
 
-def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
-    """Adds bias, applies penalties and the min_new_tokens mask, in place; `scores` float64 [R, V]."""
-    add_bias(scores, contexts)
-    repeated = [
-        (row, _distinct(c.history, scores.shape[-1]), c.filters.repetition_penalty)
-        for row, c in enumerate(contexts)
-        if c.filters.repetition_penalty != 1.0 and len(c.history)
-    ]
-    if repeated:
-        where = row_and_column(scores, [(row, seen) for row, seen, _ in repeated])
-        penalty = _column(scores, np.concatenate([np.full(len(seen), value) for _, seen, value in repeated]))
-        values = scores[where]
-        scores[where] = torch.where(values < 0, values * penalty, values / penalty)
-    counted = [
-        (row, c.filters, *distinct_counts(c.history[c.output_start :]))
-        for row, c in enumerate(contexts)
-        if c.filters.presence_penalty != 0.0 or c.filters.frequency_penalty != 0.0
-    ]
-    if counted:
-        where = row_and_column(scores, [(row, emitted) for row, _, emitted, _ in counted])
-        scores[where] -= _column(
-            scores,
-            np.concatenate([filters.presence_penalty + filters.frequency_penalty * n for _, filters, _, n in counted]),
-        )
-    mask_ends(scores, contexts)
-
-
-def add_bias(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
-    """The first of what is done to logits, in place; `scores` float64 [R, V]."""
-    biased = [(row, c.filters.logit_bias) for row, c in enumerate(contexts) if c.filters.logit_bias]
-    if biased:
-        where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
-        scores[where] += _column(scores, [value for _, bias in biased for value in bias.values()])
-
-
-def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more: int = 0) -> None:
-    """The last of what is done to logits, in place; `scores` float64 [R, V], so many tokens after the contexts."""
-    masked = [(row, c.filters.end_token_ids) for row, c in enumerate(contexts) if c.masks_end(num_more)]
-    if masked:
-        where = row_and_column(scores, masked)
-        before = scores[where]
-        # Assigned as a number of the host, it would be copied to the device, and waited for.
-        scores.index_put_(where, scores.new_full((), -torch.inf))
-        # A mask that would leave no token at all is not applied.
-        is_empty = scores.amax(dim=-1) == -torch.inf  # [R]
-        scores[where] = torch.where(is_empty[where[0]], before, scores[where])
-
-
-def _distinct(token_ids: Sequence[int] | TokenIds, num_tokens: int) -> NDArray[np.int64]:
-    """Each id once, ascending; sorting a long history would take as long as the step."""
-    is_there = np.zeros(num_tokens, dtype=bool)
-    is_there[np.asarray(token_ids, dtype=np.int64)] = True
-    return np.flatnonzero(is_there)
-
-
-def distinct_counts(token_ids: Sequence[int] | TokenIds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each id once, ascending, and how often it is there."""
-    ids, counts = np.unique(np.asarray(token_ids, dtype=np.uint32), return_counts=True)
-    return ids.astype(np.int64), counts
-
-
-def row_and_column(
-    scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column indices of many (row, ids), for one gather or scatter."""
-    pairs = list(ids_by_row)
-    rows = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
-    columns = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in pairs])
-    device = scores.device
-    return to_device(rows, device, torch.int64), to_device(columns, device, torch.int64)
-
-
-def _column(scores: torch.Tensor, values: Sequence[float] | NDArray[np.float64]) -> torch.Tensor:
-    """float64 values, one a row or an entry, beside `scores`."""
-    return to_device(values, scores.device, torch.float64)
-
-
 def _weights(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
     """exp(logit / T) with the likeliest at exactly 1; overwrites `scores` (float64 [N, V]) and returns it."""
     scores -= scores.amax(dim=-1, keepdim=True)
     if any(filters.temperature != 1.0 for filters in params):
-        scores /= _column(scores, [filters.temperature for filters in params])[:, None]
+        scores /= column(scores, [filters.temperature for filters in params])[:, None]
     return scores.exp_()
 
 
 def _apply_min_p(weights: torch.Tensor, params: Sequence[SamplingFilters]) -> None:
     """Drops weights (float64 [N, K], the largest 1) below min_p, in place."""
     if any(filters.min_p > 0.0 for filters in params):
-        weights[weights < _column(weights, [filters.min_p for filters in params])[:, None]] = 0.0
+        weights[weights < column(weights, [filters.min_p for filters in params])[:, None]] = 0.0
 
 
 def _dense_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
@@ -312,7 +205,7 @@ def _cut_rows(
         weights[torch.arange(num_candidates, device=scores.device) >= limits[:, None]] = 0.0
         totals = weights.sum(dim=-1)
     # Top-p 1 is off: rounding in the sums must not cut a tail.
-    bounds = totals * _column(scores, [filters.top_p if filters.top_p < 1.0 else torch.inf for filters in chosen])
+    bounds = totals * column(scores, [filters.top_p if filters.top_p < 1.0 else torch.inf for filters in chosen])
     reach = weights.cumsum(dim=-1)
     is_short = reach[:, -1] < bounds
     weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_top
 from specdec.engine.logits import kernel_choices
-from specdec.engine.logits.filters import row_and_column, stable_topk
+from specdec.engine.logits.filters import stable_topk
+from specdec.engine.logits.penalties import row_and_column
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.types import DistributionRow, LogitRow, Support, TokenIds
 

@@ -28,12 +28,12 @@ from specdec.engine.linear.int8 import quantise
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import LocalHead
 from specdec.engine.native.draft_head import NativeHead
+from specdec.engine.native.model_layout import ModelLayout
 from specdec.engine.native.packing import MOST_INT8_INPUTS, Packing
-from specdec.engine.native.structures import Batch, DraftHead, Layer, Model, MultiStep, Product
+from specdec.engine.native.structures import Batch, DraftHead, Model, MultiStep
 from specdec.types import BLOCK_TOKENS
 
 
@@ -91,8 +91,9 @@ class NativeRunner(Worker):
         self._packing = Packing(library, is_compact=is_compact)
         self._max_queries: int = library.specdec_max_queries()
         self._num_embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
-        self._model = self._describe_model(model, kinds, is_int8)
-        self._drafts = {name: self._describe_exit(early_exit, model.lm_head) for name, early_exit in exits.items()}
+        self._layout = ModelLayout(self._packing, model, cache, kinds, shape.max_context_tokens, is_int8=is_int8)
+        self._model = self._layout.model
+        self._drafts = {name: self._layout.early_exit(exit_, model.lm_head) for name, exit_ in exits.items()}
         self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
         self._model.num_tapped = len(self._tapped)
         self._model.tapped = self._packing.keep(torch.tensor(self._tapped, dtype=torch.int64))
@@ -107,7 +108,7 @@ class NativeRunner(Worker):
         self._numbers = array("q")
         """What `_batch` points into, as it does into the next."""
         self._scratch = torch.empty(0)
-        self._run_logits = torch.empty(0)
+        self._multi_step_logits = torch.empty(0)
         self._placed = (0, 0, 0)
         """Tokens, score columns and threads that `_batch` has working memory for."""
 
@@ -176,16 +177,19 @@ class NativeRunner(Worker):
             raise ValueError("a multi-step draft needs a full step with one logit row per slice and no block copies")
         rows, starts = range(num_slices + 1), [end + step for step in range(num_steps - 1) for end in ends]
         chosen = [0] * num_steps * num_slices
-        self._numbers, (run_rows, run_starts, run_chosen) = self._place_numbers(slices, rows, starts, chosen)
+        self._numbers, (rows_at, starts_at, chosen_at) = self._place_numbers(slices, rows, starts, chosen)
         num_threads = torch.get_num_threads()
         self._place_scratch(batch.tokens, max(ends) + num_steps - 1, num_threads)
         width = self._packing.padded(model.head.outputs)
-        if self._run_logits.numel() < num_slices * width:
-            self._run_logits = torch.empty(num_slices * width)
-        batch.logits = self._run_logits.data_ptr()
+        if self._multi_step_logits.numel() < num_slices * width:
+            self._multi_step_logits = torch.empty(num_slices * width)
+        batch.logits = self._multi_step_logits.data_ptr()
         maxima = np.empty((num_steps, num_slices), dtype=np.float32)
-        run = MultiStep(num_steps, self.shape.vocabulary_size, run_rows, run_starts, run_chosen, maxima.ctypes.data)
-        self._library.specdec_multi_step(ctypes.byref(model), ctypes.byref(batch), ctypes.byref(run), num_threads)
+        vocabulary_size = self.shape.vocabulary_size
+        multi_step = MultiStep(num_steps, vocabulary_size, rows_at, starts_at, chosen_at, maxima.ctypes.data)
+        self._library.specdec_multi_step(
+            ctypes.byref(model), ctypes.byref(batch), ctypes.byref(multi_step), num_threads
+        )
         numbers = np.frombuffer(self._numbers, dtype=np.int64)
         return maxima, numbers[-len(chosen) :].reshape(maxima.shape)
 
@@ -296,74 +300,3 @@ class NativeRunner(Worker):
             "row_scales": 1,
             "integers": 2 * in_groups // torch.float32.itemsize,
         }
-
-    def _describe_model(self, model: PreTrainedModel, kinds: list[AttentionKind], is_int8: bool) -> Model:
-        inner = model.model
-        first = inner.layers[0].self_attn
-        layers = (Layer * len(inner.layers))()
-        for index, kind in enumerate(kinds):
-            layers[index] = self._describe_layer(inner.layers[index], index, kind, is_int8)
-            inner.layers[index] = nn.Identity()
-        positions = torch.arange(self.shape.max_context_tokens).unsqueeze(0)
-        with torch.inference_mode():
-            cosines, sines = inner.rotary_emb(torch.empty(0), positions)
-        qk_norm = getattr(first, "q_norm", inner.norm)
-        embeddings, embedding_format = self._packing.embedding(inner.embed_tokens.weight)
-        self._layers = layers
-        return Model(
-            layers=layers,
-            num_layers=len(layers),
-            hidden=first.q_proj.in_features,
-            heads=first.q_proj.out_features // first.head_dim,
-            kv_heads=first.k_proj.out_features // first.head_dim,
-            head_dim=first.head_dim,
-            mlp=model.config.intermediate_size,
-            embeddings=embeddings,
-            embedding_format=embedding_format,
-            cosines=self._packing.keep(cosines[0]),
-            sines=self._packing.keep(sines[0]),
-            final_gains=self._packing.keep(inner.norm.weight),
-            # The logits stay exact: rounded, the best two would tie.
-            head=self._describe_product([model.lm_head], is_int8=False),
-            epsilon=inner.norm.variance_epsilon,
-            qk_epsilon=qk_norm.variance_epsilon,
-            scaling=first.scaling,
-        )
-
-    def _describe_exit(self, early_exit: EarlyExit, head: nn.Linear) -> Model:
-        """The same model with fewer layers, and the adapter multiplied into its head."""
-        short = Model.from_buffer_copy(self._model)
-        short.num_layers = early_exit.num_layers  # and no layer tapped
-        if early_exit.adapter is not None:
-            adapted = nn.Linear(head.in_features, head.out_features, device="meta")
-            weight, bias = early_exit.adapter.of_head(head.weight.detach(), head.bias)
-            adapted.weight = nn.Parameter(weight, requires_grad=False)
-            adapted.bias = nn.Parameter(bias, requires_grad=False)
-            short.head = self._describe_product([adapted], is_int8=False)
-        return short
-
-    def _describe_layer(self, layer: LlamaLayer, index: int, kind: AttentionKind, is_int8: bool) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qk_gains = None
-        if has_qk_norm(attention):
-            heads = attention.q_proj.out_features // attention.head_dim
-            kv_heads = attention.k_proj.out_features // attention.head_dim
-            q, k = attention.q_norm.weight, attention.k_norm.weight
-            qk_gains = self._packing.keep(torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1))))
-        return Layer(
-            qkv=self._describe_product([attention.q_proj, attention.k_proj, attention.v_proj], is_int8),
-            output=self._describe_product([attention.o_proj], is_int8),
-            gate_up=self._describe_product([mlp.gate_proj, mlp.up_proj], is_int8),
-            down=self._describe_product([mlp.down_proj], is_int8),
-            attention_gains=self._packing.keep(layer.input_layernorm.weight),
-            mlp_gains=self._packing.keep(layer.post_attention_layernorm.weight),
-            qk_gains=qk_gains,
-            cache=self._cache.layers[index].rows.data_ptr(),
-            window=kind.window or 0,
-        )
-
-    def _describe_product(self, linears: list[nn.Linear], is_int8: bool) -> Product:
-        """One product whose outputs are those of several layers that share their input, side by side."""
-        weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
-        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
-        return self._packing.product(weight, bias, is_int8=is_int8)

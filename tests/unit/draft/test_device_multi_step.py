@@ -13,7 +13,7 @@ from draft_service.predraft import Predrafter
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support, support_of_top
-from specdec.engine.drafting import device_multi_step, multi_step_policy
+from specdec.engine.drafting import multi_step, multi_step_policy
 from specdec.engine.logits import filters, rows
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
 from specdec.engine.logits.filters import stable_topk
@@ -181,7 +181,7 @@ async def test_drafts_that_reach_no_further_than_their_top_k_neither_share_that_
 def look_at(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a first look be at so many of the likeliest tokens."""
     monkeypatch.setattr(filters, "_FIRST_CANDIDATES", num_tokens)
-    for module in (rows, device_multi_step, multi_step_policy):
+    for module in (rows, multi_step, multi_step_policy):
         monkeypatch.setattr(module, "FIRST_CANDIDATES", num_tokens)
 
 
@@ -220,7 +220,7 @@ async def test_what_the_device_did_not_foresee_costs_time_and_changes_no_token(m
         token_ids = support_draws(masses, ids, coverage, words)
         return torch.where(words[:, 1] % 3 == 0, (token_ids + 1) % 24, token_ids)
 
-    monkeypatch.setattr(device_multi_step, "support_draws", off_at_times)
+    monkeypatch.setattr(multi_step, "support_draws", off_at_times)
     requests = [ask(RULES["sampled"], session=f"s{index}", seed=index) for index in range(6)]
     worker = MultiStepWorker()
     actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
@@ -301,7 +301,7 @@ def test_a_token_is_drawn_from_a_support_as_the_host_draws_it() -> None:
         words, expected = [], []
         for row in range(200):
             key = DrawKey(seed=row * 77, turn=row % 3, committed_len=row)
-            bits = key.below(1 << 62, row % 5, device_multi_step.Stream.PROPOSE) << 2
+            bits = key.below(1 << 62, row % 5, multi_step.Stream.PROPOSE) << 2
             words.append((bits >> 32, bits & 0xFFFFFFFC))
             support, _ = support_of_top(ids[row].numpy(), masses[row].numpy(), coverage)
             expected.append(draw_from_support(support, key, row % 5))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.logits.filters import FilterContext, processed_logits
-from specdec.engine.logits.running_history import RunningHistory
+from specdec.engine.logits.penalties import FilterContext, RunningHistory, processed_logits
 from specdec.types import SamplingFilters
 
 NUM_TOKENS = 50

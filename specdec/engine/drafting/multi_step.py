@@ -28,10 +28,49 @@ from specdec.engine.drafting.drawing import Draft, Drawing, context_of, draw_key
 from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
 from specdec.engine.logits.filters import distributions_of, stable_topk
+from specdec.engine.logits.penalties import RunningHistory
 from specdec.engine.logits.rows import FIRST_CANDIDATES, noise_keys
-from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
+
+
+class GreedyMultiStep:
+    """Implements `engine.loop.job.MultiStepDraft`."""
+
+    def __init__(self, jobs: Sequence[Job], num_steps: int, go_on: Callable[[Job], None]) -> None:
+        """
+        Args:
+            jobs: those that run, in the order of their rows.
+            num_steps: that each of them still wants.
+            go_on: ends a job that has got its token, or lets it go on.
+        """
+        self.num_steps = num_steps
+        self._jobs = jobs
+        self._go_on = go_on
+        self._logits: list[list[float]] = []
+        self._token_ids: list[list[int]] = []
+
+    def run_on(self, worker: Worker, plan: StepPlan) -> bool:
+        """See `MultiStepDraft.run_on`."""
+        logits, token_ids = worker.draft_greedy(plan, self.num_steps)
+        self._logits, self._token_ids = logits.tolist(), token_ids.tolist()
+        return True
+
+    def take(self, index: int, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+        """See `MultiStepDraft.take`."""
+        non_finite, going = [], []
+        for job, logit, token_id in zip(self._jobs, self._logits[index], self._token_ids[index], strict=True):
+            if job not in jobs:
+                continue
+            if not math.isfinite(logit):
+                non_finite.append(job)
+                continue
+            job.progress = job.progress or Draft()
+            job.progress.token_ids.append(token_id)
+            self._go_on(job)
+            if job.answer is None:
+                going.append(job)
+        return non_finite, going
 
 
 class DeviceMultiStep:
