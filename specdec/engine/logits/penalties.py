@@ -1,4 +1,9 @@
-"""Bias, penalties and end-token masks of a step's logits."""
+"""Logit bias, penalties and end-token masks, before the filters of `specdec.engine.logits.filters`.
+
+`processed_logits` serves one step. `RunningHistory` serves several steps whose tokens the host has not read: the
+histories go to the device once, and each step's tokens are added there. Both apply the same float64 operations in the
+same order, so their results are equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from specdec.types import SamplingFilters, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class FilterContext:
-    """What a row's distribution depends on besides its logits."""
+    """Everything besides the logits that a row's distribution depends on."""
 
     filters: SamplingFilters
     history: Sequence[int] | TokenIds
@@ -25,25 +30,25 @@ class FilterContext:
     """Position of this turn's first output token."""
 
     def masks_end(self, num_more: int = 0) -> bool:
-        """Whether end tokens are masked, here or so many tokens further on."""
+        """Return whether end tokens are masked `num_more` tokens after the history."""
         num_new = len(self.history) + num_more - self.output_start
         return bool(self.filters.end_token_ids) and num_new < self.filters.min_new_tokens
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, penalties or the mask touch this row at all."""
+        """Whether bias, penalties or the mask change this row."""
         return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end()
 
 
 def processed_logits(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
-    """Logits after bias, penalties and masks, float64 [R, V]; what `greedy_choices` chooses by."""
+    """Return a copy of the logits after bias, penalties and masks, float64 [R, V]."""
     scores = logits.to(torch.float64, copy=True)
     process_logits(scores, contexts)
     return scores
 
 
 def process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
-    """Adds bias, applies penalties and the min_new_tokens mask, in place; `scores` float64 [R, V]."""
+    """Add bias and apply penalties and the min_new_tokens mask, in place; `scores` is float64 [R, V]."""
     add_bias(scores, contexts)
     repeated = [
         (row, _distinct(c.history, scores.shape[-1]), c.filters.repetition_penalty)
@@ -70,7 +75,7 @@ def process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> N
 
 
 def add_bias(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
-    """The first of what is done to logits, in place; `scores` float64 [R, V]."""
+    """Add the bias, in place; `scores` is float64 [R, V]. This is the first operation on logits."""
     biased = [(row, c.filters.logit_bias) for row, c in enumerate(contexts) if c.filters.logit_bias]
     if biased:
         where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
@@ -78,27 +83,33 @@ def add_bias(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
 
 
 def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more: int = 0) -> None:
-    """The last of what is done to logits, in place; `scores` float64 [R, V], so many tokens after the contexts."""
+    """Mask end tokens `num_more` tokens after the contexts, in place. This is the last operation on logits.
+
+    Args:
+        scores: float64 [R, V].
+        contexts: R contexts.
+        num_more: number of tokens drawn after each context's history.
+    """
     masked = [(row, c.filters.end_token_ids) for row, c in enumerate(contexts) if c.masks_end(num_more)]
     if masked:
         where = row_and_column(scores, masked)
         before = scores[where]
-        # Assigned as a number of the host, it would be copied to the device, and waited for.
+        # A Python number would be copied to the device, and the copy would wait for the device's work.
         scores.index_put_(where, scores.new_full((), -torch.inf))
-        # A mask that would leave no token at all is not applied.
+        # The mask is not applied to a row in which it would leave no token.
         is_empty = scores.amax(dim=-1) == -torch.inf  # [R]
         scores[where] = torch.where(is_empty[where[0]], before, scores[where])
 
 
 def _distinct(token_ids: Sequence[int] | TokenIds, num_tokens: int) -> NDArray[np.int64]:
-    """Each id once, ascending; sorting a long history would take as long as the step."""
+    """Return each id once, ascending. Sorting a long history would take as long as the step."""
     is_there = np.zeros(num_tokens, dtype=bool)
     is_there[np.asarray(token_ids, dtype=np.int64)] = True
     return np.flatnonzero(is_there)
 
 
 def distinct_counts(token_ids: Sequence[int] | TokenIds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each id once, ascending, and how often it is there."""
+    """Return each id once, ascending, and how often it occurs."""
     ids, counts = np.unique(np.asarray(token_ids, dtype=np.uint32), return_counts=True)
     return ids.astype(np.int64), counts
 
@@ -106,7 +117,7 @@ def distinct_counts(token_ids: Sequence[int] | TokenIds) -> tuple[NDArray[np.int
 def row_and_column(
     scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column indices of many (row, ids), for one gather or scatter."""
+    """Return row and column indices of many (row, ids), for one gather or scatter."""
     pairs = list(ids_by_row)
     rows = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
     columns = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in pairs])
@@ -115,19 +126,19 @@ def row_and_column(
 
 
 def column(scores: torch.Tensor, values: Sequence[float] | NDArray[np.float64]) -> torch.Tensor:
-    """float64 values, one a row or an entry, beside `scores`."""
+    """Return values as float64 on the device of `scores`."""
     return to_device(values, scores.device, torch.float64)
 
 
 class RunningHistory:
-    """The histories of R rows, each a token longer after every step."""
+    """The histories of R rows, each one token longer after every step."""
 
     def __init__(self, contexts: Sequence[FilterContext], num_tokens: int, device: torch.device) -> None:
         """
         Args:
-            contexts: R, as the run begins.
+            contexts: R contexts before the first step.
             num_tokens: V.
-            device: where the logits will be.
+            device: device of the logits.
         """
         self._contexts = contexts
         self._num_drawn = 0
@@ -136,9 +147,9 @@ class RunningHistory:
         if any(f.repetition_penalty != 1.0 for f in filters):
             self._seen = torch.zeros(len(contexts), num_tokens, dtype=torch.bool, device=device)
             where = row_and_column(self._seen, [(row, context.history) for row, context in enumerate(contexts)])
-            self._seen.index_put_(where, self._seen.new_ones(()))  # a number of the host would be waited for
+            self._seen.index_put_(where, self._seen.new_ones(()))  # a Python number would be waited for
             self._repetition = _row_column([f.repetition_penalty for f in filters], device)
-        self._counts: torch.Tensor | None = None  # float64 [R, V]: how often each token was put out
+        self._counts: torch.Tensor | None = None  # float64 [R, V]: how often each token was emitted
         if any(f.presence_penalty != 0.0 or f.frequency_penalty != 0.0 for f in filters):
             self._counts = torch.zeros(len(contexts), num_tokens, dtype=torch.float64, device=device)
             emitted = [distinct_counts(context.history[context.output_start :]) for context in contexts]
@@ -149,14 +160,14 @@ class RunningHistory:
             self._frequency = _row_column([f.frequency_penalty for f in filters], device)
 
     def processed_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next step's logits, float32 [R, V], after bias, penalties and masks: float64 [R, V]."""
+        """Return the next step's logits, float32 [R, V], after bias, penalties and masks: float64 [R, V]."""
         scores = logits.to(torch.float64, copy=True)
         add_bias(scores, self._contexts)
         if self._seen is not None:
             penalised = torch.where(scores < 0, scores * self._repetition, scores / self._repetition)
             scores = torch.where(self._seen, penalised, scores)
         if self._counts is not None:
-            # Not in one operation: rounded once instead of twice, the product would be another number.
+            # Two operations, because `process_logits` rounds twice and a fused one would round once.
             penalties = self._frequency * self._counts
             penalties += self._presence
             scores -= torch.where(self._counts > 0, penalties, 0.0)
@@ -164,7 +175,7 @@ class RunningHistory:
         return scores
 
     def add(self, token_ids: torch.Tensor) -> None:
-        """Goes on after a step: int64 [R], on the device."""
+        """Add a step's tokens: int64 [R] on the device."""
         self._num_drawn += 1
         column = token_ids[:, None]
         if self._seen is not None:
@@ -174,5 +185,5 @@ class RunningHistory:
 
 
 def _row_column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """float64 [R, 1]"""
+    """Return values as float64 [R, 1]."""
     return to_device(values, device, torch.float64)[:, None]

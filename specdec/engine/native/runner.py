@@ -1,9 +1,8 @@
 """A worker whose steps are one call into the compiled kernels.
 
-It lays weights out as the kernels read them and a plan as the arrays they take (`engine/kernels/layout.h`); what a step
-computes stands in `step.cpp` beside that. Weights that a shorter format holds exactly are kept in it
-(`weight_formats`). Only Llama-shaped models that calculate in float32, on a CPU (`NativeRunner.fits`). Called by
-`engine.loader`.
+It supports Llama-shaped models that compute in float32 on a CPU (`NativeRunner.fits`). Weights are laid out by
+`model_layout` and `draft_head`, and a plan becomes the arrays of `engine/kernels/layout.h`; `step.cpp` beside it
+computes the step. Called by `engine.loader`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _require_range(values: Sequence[int], size: int, name: str) -> None:
 
 
 def _with_room(piece: SequenceSlice, num_further: int) -> SequenceSlice:
-    """The same tokens, with all blocks that further ones of their sequence lie in."""
+    """Return the slice with the block ids that `num_further` more tokens need."""
     if piece.table is None:
         return piece
     end = piece.start + len(piece.token_ids) + num_further
@@ -68,19 +67,19 @@ class NativeRunner(Worker):
         is_int8: bool,
         is_compact: bool,
     ) -> None:
-        """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`.
+        """Take the weights of `model` over layer by layer; the model cannot run afterwards.
 
         Args:
-            library: the kernels.
-            model: on a CPU, in float32.
+            library: the compiled kernels.
+            model: a model that `fits`.
             cache: the KV pool.
-            kinds: how each layer attends.
-            shape: what is told of the worker.
-            exits: where draft steps end, by the name of the local draft.
-            heads: what runs draft steps by itself, likewise.
-            is_int8: round the layers' weights to integers.
-            is_compact: keep weights in the shortest format that holds them exactly; the logits have the same bits
-                either way.
+            kinds: the attention kind of each layer.
+            shape: the worker's shape.
+            exits: early exits, by the name of the local draft.
+            heads: draft heads, by the name of the local draft.
+            is_int8: whether to round the layers' weights to integers.
+            is_compact: whether to keep weights in the shortest format that holds them exactly; the logits have the same
+                bits.
         """
         self.shape = shape
         self._library = library
@@ -99,22 +98,22 @@ class NativeRunner(Worker):
         self._model.tapped = self._packing.keep(torch.tensor(self._tapped, dtype=torch.int64))
         self._native_heads = self._take_heads(heads)
         self._heads = {name: head for name, head in heads.items() if name not in self._native_heads}
-        """Those that are computed in PyTorch."""
-        # A head is told of every step; and nothing checks an id that the kernels choose.
+        """Draft heads that PyTorch computes."""
+        # A multi-step draft does not report its steps to heads, and the token ids that it chooses must have embeddings.
         if not heads and shape.vocabulary_size <= min(self._num_embeddings, self._model.head.outputs):
             self.multi_step_drafts = MultiStepDrafts.GREEDY
         self._row_sizes = self._measure_rows()
         self._batch = Batch()
         self._numbers = array("q")
-        """What `_batch` points into, as it does into the next."""
+        """Arrays that `_batch` points into."""
         self._scratch = torch.empty(0)
         self._multi_step_logits = torch.empty(0)
         self._placed = (0, 0, 0)
-        """Tokens, score columns and threads that `_batch` has working memory for."""
+        """Numbers of tokens, score columns and threads that the working memory of `_batch` is laid out for."""
 
     @staticmethod
     def fits(library: ctypes.CDLL, model: PreTrainedModel) -> bool:
-        """Whether the kernels compute this model."""
+        """Return whether the kernels support this model."""
         if not LlamaStack.fits(model) or model.device.type != "cpu" or model.dtype != torch.float32:
             return False
         attention = model.model.layers[0].self_attn
@@ -124,17 +123,17 @@ class NativeRunner(Worker):
 
     @staticmethod
     def round_weight(weight: torch.Tensor) -> torch.Tensor:
-        """What a weight [out, in] is multiplied as, where weights are int8."""
+        """Return a weight [out, in] with the rounding of int8 weights."""
         integers, scale = quantise(weight)
         return integers.mul_(scale[:, None])
 
     @property
     def weight_bytes(self) -> int:
-        """What is read of memory for the weights, all of them: embeddings and tables of positions included."""
+        """Bytes of all weights, including the embeddings and the rotary tables."""
         return self._packing.num_bytes
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
-        """Runs one step; see `engine.base.Worker.execute`."""
+        """Run one step; see `engine.base.Worker.execute`."""
         slices, batch = plan.slices, self._batch
         self._check(slices)
         if plan.local_draft in self._heads:
@@ -168,7 +167,7 @@ class NativeRunner(Worker):
         return logits[:, : self.shape.vocabulary_size].contiguous()
 
     def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Runs a step and those that follow it; see `engine.base.Worker.draft_greedy`."""
+        """Run a multi-step draft; see `engine.base.Worker.draft_greedy`."""
         batch, model, num_slices = self._batch, self._model, len(plan.slices)
         ends = [piece.start + len(piece.token_ids) for piece in plan.slices]
         slices = [_with_room(piece, num_steps - 1) for piece in plan.slices]
@@ -194,7 +193,7 @@ class NativeRunner(Worker):
         return maxima, numbers[-len(chosen) :].reshape(maxima.shape)
 
     def _take_heads(self, heads: Mapping[str, LocalHead]) -> dict[str, NativeHead]:
-        """Those that the kernels compute; a full step writes for them from now on."""
+        """Return the heads that the kernels compute; full steps write their features and KV from now on."""
         taken = {}
         for name, head in heads.items():
             layer = head.layer
@@ -207,24 +206,27 @@ class NativeRunner(Worker):
         return taken
 
     def _tell_heads(self, plan: StepPlan, outputs: torch.Tensor) -> None:
-        """outputs [tapped layers, T, hidden] of a full step."""
+        """Report a full step to the heads in PyTorch; `outputs` is [tapped layers, T, hidden]."""
         with torch.inference_mode():
             for head in self._heads.values():
                 head.note_step(plan, [outputs[self._tapped.index(layer)] for layer in head.feature_layers])
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""
+        """Copy KV blocks out; see `engine.base.Worker.read_blocks`."""
         return self._cache.copies.read(block_ids)
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Copies KV blocks in; see `engine.base.Worker.write_blocks`."""
+        """Copy KV blocks in; see `engine.base.Worker.write_blocks`."""
         self._cache.copies.write(block_ids, rows)
 
     def _place_numbers(self, slices: Sequence[SequenceSlice], *more: Sequence[int]) -> tuple[array[int], list[int]]:
-        """Points the batch at a plan's numbers; returns what holds them, `more` at its end, and where each of those is.
+        """Lay a plan out in one array and point the batch at its columns.
 
-        They lie in one array: a draft step is so short that making six would show. It is none of NumPy's, which would
-        take longer, above all where the caches are cold.
+        One array instead of six, and `array.array` instead of NumPy, because a draft step is so short that allocating
+        more would take a visible part of it.
+
+        Returns:
+            The array, with `more` at its end, and the address of each column of `more`.
         """
         first_rows = [0, *accumulate(len(piece.token_ids) for piece in slices)]
         columns = {
@@ -251,8 +253,9 @@ class NativeRunner(Worker):
         return numbers, list(places)
 
     def _check(self, slices: Sequence[SequenceSlice], num_further: int = 0) -> None:
-        """Raises IndexError where a slice, with so many further tokens, reaches beyond what it names: the kernels would
-        read and write there.
+        """Raise IndexError if a slice with `num_further` more tokens exceeds its blocks or the model's context.
+
+        The kernels do not check and would access memory outside their arrays.
         """
         for piece in slices:
             count = len(piece.token_ids)
@@ -266,8 +269,8 @@ class NativeRunner(Worker):
                 )
 
     def _place_scratch(self, tokens: int, longest: int, num_threads: int) -> None:
-        """Gives a step its working memory, which is kept for the next."""
-        # One block more: a window begins within a block, and a tile of queries ends in another.
+        """Point the batch at working memory for a step; it is kept for later steps."""
+        # One block more than the context: a tile's first and last key may both lie within a block.
         scores_width = (longest // BLOCK_TOKENS + 2) * BLOCK_TOKENS
         if (tokens, scores_width, num_threads) == self._placed:
             return
@@ -285,7 +288,7 @@ class NativeRunner(Worker):
         self._placed = tokens, scores_width, num_threads
 
     def _measure_rows(self) -> dict[str, int]:
-        """Working memory of each token, in float32 numbers: as much as the widest of the models needs."""
+        """Return the working memory per token, in float32 numbers, that the largest of the models needs."""
         models = [self._model, *(head.structure.model for head in self._native_heads.values())]
         padded, group = self._packing.padded, self._packing.group
         widest = max(max(model.hidden, model.heads * model.head_dim, model.mlp) for model in models)
