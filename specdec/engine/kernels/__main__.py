@@ -1,4 +1,4 @@
-"""Compiles the kernels for an image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles."""
+"""Compile the kernels for a container image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles."""
 
 from __future__ import annotations
 
