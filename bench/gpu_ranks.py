@@ -1,7 +1,4 @@
-"""The scaling row of suite `gpu`: a step of the random 8B model on several GPUs against the same step on one.
-
-Not here: the other figures of one GPU (`gpu`).
-"""
+"""The scaling row of suite `gpu`: a step of the random 8B model on several GPUs against the same step on one."""
 
 import gc
 from collections.abc import Callable
@@ -29,13 +26,13 @@ _NUM_ROUNDS, _NUM_QUICK_ROUNDS = 15, 3
 def scaling_rows(
     directory: str, device: str, num_ranks: int, shape: str, row: Callable[..., Row], *, quick: bool
 ) -> list[Row]:
-    """One row: the time of a verification on so many ranks over that on one, captured on both.
+    """Return one row: the time of a verification on several ranks over that on one, with CUDA graphs on both.
 
     Args:
-        directory: the model's.
-        device: `cuda`; `cpu` serves the tests.
-        num_ranks: GPUs.
-        shape: what the row calls the model.
+        directory: the model's directory.
+        device: `cuda`, or `cpu` in tests.
+        num_ranks: number of GPUs.
+        shape: name of the model in the row.
         row: makes a row of the suite.
         quick: fewer repetitions.
     """
@@ -75,4 +72,4 @@ def _step_times_ms(worker: Worker, title: str, num_rounds: int) -> list[float]:
 
 
 def _run(worker: Worker, plan: StepPlan) -> None:
-    worker.execute(plan)[0, 0].item()  # what waits for the device
+    worker.execute(plan)[0, 0].item()  # waits for the device

@@ -1,6 +1,6 @@
-"""Minutes 28 to 30: a draft of five tokens as one run of steps on the device, and step by step with a read after each.
+"""Minutes 28 to 30: a draft of five tokens as one multi-step draft, and in single steps with a read after each.
 
-Greedy, by batch. What the host does before a step, by contexts, is `python -m bench.fill_times`.
+Greedy, by batch size. `python -m bench.fill_times` measures the host's work before a step, by context length.
 """
 
 import statistics

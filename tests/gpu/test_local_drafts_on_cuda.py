@@ -1,4 +1,4 @@
-"""What targets draft with by themselves, beside captured steps: the same drafts and verifications as in eager ones."""
+"""Local drafts of targets with CUDA graphs: the same drafts and verifications as with eager steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUDA = torch.device("cuda:0")
 
 
 def drafts(worker: Worker, kind: str, tokens: list[int]) -> torch.Tensor:
-    """[GAMMA, V]: greedy drafts behind a sequence of which all but the last token was run."""
+    """Return the logits [GAMMA, V] of a greedy draft after a sequence whose last token was not run."""
     token, rows = tokens[-1], []
     for index in range(GAMMA):
         piece = SequenceSlice((token,), len(tokens) - 1 + index, BLOCKS, 1, index)
@@ -43,7 +43,7 @@ def drafts(worker: Worker, kind: str, tokens: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_heads_and_exits_draft_the_same_beside_captured_steps(tmp_path: Path) -> None:
+def test_heads_and_exits_draft_the_same_with_cuda_graphs(tmp_path: Path) -> None:
     build_tiny_model("llama", tmp_path / "target", num_layers=4)
     config = eagle3_config(WIDTH, VOCABULARY_SIZE, 80)
     write_eagle3(tmp_path / "eagle3", as_speculators(config, STATES), eagle3_tensors(config))

@@ -1,6 +1,4 @@
-"""Workers that draft by themselves, as a device and the native kernels do, and count how often they did. Called by
-tests.
-"""
+"""Workers with multi-step drafts, as on a GPU and in the native kernels, which count them. Called by tests."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from tests.support.table_worker import TableWorker
 
 
 class MultiStepWorker(TableWorker):
-    """Steps that follow one another: their tokens are nobody's business but the drawer's."""
+    """A worker with multi-step drafts whose tokens are drawn by the caller."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.multi_step_drafts = MultiStepDrafts.ANY
         self.runs: list[int] = []
-        """Steps of each run."""
+        """Number of steps of each multi-step draft."""
 
     def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
         self.runs.append(num_steps)
@@ -40,7 +38,7 @@ class MultiStepWorker(TableWorker):
 
 
 class GreedyMultiStepWorker(MultiStepWorker):
-    """The same with each step's likeliest token, and no other."""
+    """A worker with greedy multi-step drafts only."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -73,7 +73,7 @@ def capture_steps(
         forward: the model's eager pass.
         shape: the worker's shape.
         all_agree: returns whether all ranks of the model report success; every rank calls it at the same points. None:
-            there are no other ranks. With other ranks, a failure in the middle of a step, such as a lack of memory, is
+            this is the only rank. With other ranks, a failure in the middle of a step, such as a lack of memory, is
             final, because they wait in that step.
         taps: layers whose outputs a full step returns.
         exits: early exits whose draft steps are recorded too, by the name of the local draft.
@@ -272,7 +272,7 @@ class CudaGraphSteps:
 
     @property
     def supports_multi_step(self) -> bool:
-        """Whether `fits_multi_step` can be true: tables stay on the device, and one-row steps are recorded."""
+        """True if `fits_multi_step` can be: tables stay on the device, and one-row steps are recorded."""
         return self._attention.tables is not None and any(bucket.width == 1 for bucket in self._steps)
 
     def fits_multi_step(self, slices: Sequence[SequenceSlice]) -> bool:

@@ -37,8 +37,8 @@ class Draft:
     q: list[float] = field(default_factory=list)
     """Probability with which each scored token would have been drawn."""
     is_wide: bool = False
-    """Whether a distribution needed more candidates than a multi-step draft considers, so further tokens take one step
-    each."""
+    """True once a distribution needed more candidates than a multi-step draft considers, so further tokens take one
+    step each."""
 
     def cut(self, num_draft_tokens: int) -> None:
         """Keep the first tokens only."""

@@ -180,7 +180,7 @@ class _Part:
         self._top_n = top_n
         self._contexts = [context_of(job) for job in jobs]
         self._looks_once = kind is not RowKind.GREEDY and any(c.filters.top_p < 1.0 for c in self._contexts)
-        """Whether the last noted tensor tells which rows' top-p needs more candidates than are considered."""
+        """True if the last noted tensor tells which rows' top-p needs more candidates than are considered."""
         self._num_tokens = 0
         self._history: RunningHistory | None = None
         """Histories, if bias, penalties or a mask change one of the rows."""

@@ -36,7 +36,7 @@ class FilterContext:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, penalties or the mask change this row."""
+        """True if bias, penalties or the mask change this row."""
         return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end()
 
 

@@ -50,7 +50,7 @@ class StepLogits:
 
     @property
     def is_finite(self) -> list[bool]:
-        """Whether each row has a distribution: no NaN, no +inf, and not only -inf."""
+        """List of one flag per row: True if the row has a distribution (no NaN, no +inf, not only -inf)."""
         return [math.isfinite(maximum) for maximum in self._maxima]
 
     def select(self, rows: Sequence[int]) -> StepLogits:

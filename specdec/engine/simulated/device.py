@@ -121,7 +121,7 @@ class Work:
     finish: Callable[[float], None]
     """Called on the device's thread with the time at which the last step ended."""
     is_hit: bool = False
-    """Whether the session's newest token was guessed; the steps of its branches then count as first steps."""
+    """True if the session's newest token was guessed; the steps of its branches then count as first steps."""
     branches: Branches | None = None
     """Branches to draft at low priority once this is done."""
     num_done: int = 0
