@@ -1,6 +1,6 @@
-"""The real processes around simulated engines, and what a round of theirs takes by the configured numbers alone.
+"""The real processes around simulated engines, and the time of a round by the configured numbers alone.
 
-Not here: the engines (`specdec.engine.simulated.engines`), what is measured (`orchestration`).
+The engines are `specdec.engine.simulated.engines`; the suite `orchestration` measures.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from specdec.client import Budgets, Client
-from specdec.core.expectation import expected_tokens_per_round
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, simulated_vocabulary
 from specdec.errors import SpecdecError
@@ -59,14 +58,15 @@ def ideal_round_s(pair: SimulatedPair, gamma: int, round_trip_s: float) -> float
         return drafted_s
     branches_s = (gamma + 1) * pair.branched_step_s(gamma)
     hit_rate = pair.text.predictability
-    # A step is under way only while the branches are not done.
+    # A step is running only while the branches are unfinished.
     cancel_s = pair.branched_step_s(gamma) / 2 if branches_s > verify_s else 0.0
     return hit_rate * max(verify_s, branches_s) + (1 - hit_rate) * (drafted_s + cancel_s)
 
 
 def ideal_tokens_per_s(pair: SimulatedPair, gamma: int, round_trip_s: float = 0.0) -> float:
     """Tokens a second of one stream at the pair's first alpha."""
-    expected = expected_tokens_per_round([pair.text.alphas[0]] * gamma)
+    alpha = pair.text.alphas[0]
+    expected = sum(alpha**num_accepted for num_accepted in range(gamma + 1))  # Leviathan et al. 2023, equation 1
     return expected / ideal_round_s(pair, gamma, round_trip_s)
 
 
@@ -101,7 +101,7 @@ def redis_server(arguments: Sequence[str] = ()) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ReplicaCommand:
-    """How to start one replica; `--listen HOST:PORT` is added."""
+    """Command that starts one replica; `--listen HOST:PORT` is added."""
 
     role: str
     """draft | target."""

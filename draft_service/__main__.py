@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from draft_service.config import DraftSettings
 from draft_service.servicer import DraftServicer
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.engine.simulated.engines import SimulatedDraft
@@ -20,6 +19,7 @@ from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
+from specdec.settings.draft import DraftSettings
 
 if TYPE_CHECKING:
     from specdec.cross_vocabulary.pair import TokenizerPair

@@ -14,7 +14,7 @@ import grpc
 
 from specdec.engine_api import DraftEngine
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, proposals
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
@@ -46,7 +46,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
         proposal = await self._engine.propose(request)
         answered_s = time.monotonic()
         return Answered(
-            replies.encode_proposal(proposal, item.call_id),
+            proposals.encode_proposal(proposal, item.call_id),
             num_committed_tokens=request.position.committed_len,
             num_cached_tokens=proposal.num_cached_tokens,
             num_draft_tokens=len(proposal.draft_token_ids),

@@ -14,7 +14,7 @@ from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
 from specdec.settings.draft_specs import parse_local_drafts
-from target_service.config import TargetSettings
+from specdec.settings.target import TargetSettings
 from target_service.servicer import TargetServicer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import grpc
 
 from specdec.engine_api import TargetEngine
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, verifications
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import target_pb2, target_pb2_grpc
 
@@ -46,7 +46,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
         verification = await self._engine.verify(request)
         answered_s = time.monotonic()
         return Answered(
-            replies.encode_verification(verification, item.call_id),
+            verifications.encode_verification(verification, item.call_id),
             num_committed_tokens=request.position.committed_len,
             num_cached_tokens=verification.num_cached_tokens,
             num_draft_tokens=len(request.draft_token_ids),

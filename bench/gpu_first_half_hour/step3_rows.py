@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from bench.gpu_first_half_hour.results import device_name, results_folder, write
-from specdec.engine.linear.int8 import Int8Weight, quantise
+from specdec.engine.linear.int8 import round_to_int8
 from specdec.engine.linear.row_products import multiply
 
 # One row of an 8B model's layer, and the rows of a verification and of several streams.
@@ -35,8 +35,7 @@ def ours(weight: torch.Tensor) -> Product:
 
 
 def ours_int8(weight: torch.Tensor) -> Product:
-    integers, scales = quantise(weight.float())
-    return partial(multiply, weight=Int8Weight(integers.to(torch.int8), scales))
+    return partial(multiply, weight=round_to_int8(weight))
 
 
 def compare(device: str, make: Callable[[torch.Tensor], Product], *, reduced: bool = False) -> dict[str, object]:

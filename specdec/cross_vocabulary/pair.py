@@ -7,11 +7,10 @@ Made where a draft replica starts, and by `specdec.checkpoints.preflight`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from specdec.checkpoints.vocabulary import load_tokenizer, vocabulary_fingerprint
+from specdec.checkpoints.vocabulary import vocabulary_fingerprint
 from specdec.cross_vocabulary.encoder import PieceEncoder
 from specdec.cross_vocabulary.token_map import TokenMap, map_tokens
 from specdec.errors import SpecdecError
@@ -55,16 +54,6 @@ class TokenizerPair:
         """The first bytes of a session's text as the draft's tokenizer would have opened it."""
         text = piece.removeprefix(b" ") if self.target.opens_with_blank else piece
         return b" " + text if self.draft.opens_with_blank else text
-
-
-def load_pair(draft: str | Path, target: str | Path) -> TokenizerPair:
-    """Reads both tokenizers: a checkpoint directory, a GGUF file or a hub id each, of which tokenizer files are enough.
-
-    Raises:
-        InvalidRequest: as `load_tokenizer`.
-        Unsupported, VocabularyMismatch: as `make_pair`.
-    """
-    return make_pair((str(draft), load_tokenizer(draft)), (str(target), load_tokenizer(target)))
 
 
 def make_pair(draft: tuple[str, PreTrainedTokenizerFast], target: tuple[str, PreTrainedTokenizerFast]) -> TokenizerPair:

@@ -28,7 +28,7 @@ from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
 from specdec.engine.cuda_settings import settle_cuda
 from specdec.engine.kernels.library import load_library
 from specdec.engine.linear.choice import projection_kinds
-from specdec.engine.linear.int8 import hold_in_int8
+from specdec.engine.linear.int8 import Int8Projection, hold_in_int8
 from specdec.engine.linear.projection import relayout_linears
 from specdec.engine.linear.row_products import RowProjection, require_kernel
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
@@ -49,7 +49,6 @@ from specdec.engine.model.checkpoint_model import (
 from specdec.engine.model.device_memory import cuda_pool_bytes
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.graph_source import GraphSource
-from specdec.engine.model.int8_projection import Int8Projection
 from specdec.engine.model.kv_cache import KvCache, block_bytes
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.llama_stack import LlamaStack

@@ -1,4 +1,4 @@
-"""The Redis that `specdec up` starts for itself: who gets one, and that it ends with its owner, however that ends."""
+"""The Redis that `specdec up` starts: when it is used, and that it ends with its owner in every case."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import pytest
 import redis
 
 from specdec.client import Client
-from specdec.errors import NotFound
+from specdec.errors import NotFound, Unsupported
+from specdec.state.connection import RedisConnection
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, installed_redis, throwaway_redis
-from tests.support.up_rig import start_up, store_of, wait_until_gone
+from tests.support.up_rig import ENVIRON, start_up, store_of, wait_until_gone
 
 
 def server_of(url: str) -> int:
-    """Process id of what serves a URL."""
+    """Return the id of the process that serves a URL."""
     with redis.Redis.from_url(url) as client:
         return int(client.info("server")["process_id"])
 
@@ -35,7 +36,7 @@ def program() -> str:
     return program
 
 
-def test_it_serves_its_user_alone_keeps_nothing_and_leaves_nothing(program: str) -> None:
+def test_it_serves_only_its_user_and_leaves_no_files(program: str) -> None:
     with throwaway_redis() as store:
         assert isinstance(store, OwnRedis)
         path = Path(urlsplit(store.url).path)
@@ -50,7 +51,7 @@ def test_it_serves_its_user_alone_keeps_nothing_and_leaves_nothing(program: str)
     assert not path.parent.exists()
 
 
-def test_it_dies_with_an_owner_that_is_killed(program: str) -> None:
+def test_it_ends_when_its_owner_is_killed(program: str) -> None:
     words = (
         "import sys, time, specdec.state.own_redis as o\n"
         "with o.throwaway_redis() as store:\n"
@@ -95,7 +96,7 @@ def test_it_starts_again_at_the_same_address(program: str) -> None:
     ],
     ids=["none", "too old", "another program", "does not start"],
 )
-def test_where_there_is_none_that_will_do_the_store_is_embedded(
+def test_without_a_suitable_redis_server_the_store_is_embedded(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if words:
@@ -108,7 +109,27 @@ def test_where_there_is_none_that_will_do_the_store_is_embedded(
             assert client.ping()
 
 
-def test_up_says_that_its_store_has_ended_and_goes_on_with_an_empty_one(program: str) -> None:
+def test_up_without_redis_server_and_without_fakeredis_names_both_remedies(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['fakeredis'] = None; from specdec.cli.__main__ import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "up", "--listen", "127.0.0.1:0"],
+        capture_output=True, text=True, env=ENVIRON | {"PATH": str(tmp_path)}, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "error: UNIMPLEMENTED UNSUPPORTED: without redis-server 7 or later, the store of `specdec up` needs the "
+        "package fakeredis, which is not installed: install redis-server 7 or later, or run pip install "
+        "'specdec[embedded]'"
+    )
+
+
+def test_a_memory_url_without_fakeredis_names_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fakeredis", None)
+    with pytest.raises(Unsupported, match=r"give --redis-url .*, or run pip install 'specdec\[embedded\]'"):
+        RedisConnection("memory://")
+
+
+def test_up_reports_that_its_store_has_ended_and_continues_with_an_empty_one(program: str) -> None:
     up, endpoint = start_up()
     ask = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
     try:

@@ -11,7 +11,7 @@ import torch
 from draft_service.proposer import Proposer
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.cuda_graphs.capture import CudaCapture
-from specdec.engine.linear.int8 import Int8Weight, quantise
+from specdec.engine.linear.int8 import Int8Weight, round_to_int8
 from specdec.engine.linear.row_products import multiply
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
@@ -40,8 +40,7 @@ def test_products_are_right_and_a_row_has_the_same_bits_in_any_company(
     plain = torch.randn(num_outputs, num_inputs, generator=generator, device=CUDA).to(torch.bfloat16)
     weight: torch.Tensor | Int8Weight = plain
     if is_int8:
-        integers, scales = quantise(plain.float())
-        weight = Int8Weight(integers.to(torch.int8), scales)
+        weight = round_to_int8(plain)
     exact = (weight.rounded() if isinstance(weight, Int8Weight) else weight).double()
     rows = torch.randn(513, num_inputs, generator=generator, device=CUDA).to(torch.bfloat16)
     expected = rows[:70].double() @ exact.t()

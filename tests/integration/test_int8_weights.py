@@ -20,8 +20,8 @@ from bench.workload import prompt_token_ids
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.linear.int8 import Int8Projection
 from specdec.engine.loader import load_worker
-from specdec.engine.model.int8_projection import Int8Projection
 from specdec.types import BLOCK_TOKENS
 from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver

@@ -11,7 +11,6 @@ import pytest
 
 from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
-from specdec.cross_vocabulary.pair import load_pair
 from specdec.cross_vocabulary.token_map import TokenMap
 from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
 from specdec.types import ProposeRequest
@@ -27,6 +26,7 @@ from tests.support.other_tokenizers import (
 )
 from tests.support.round_driver import make_round
 from tests.support.target_alone import TargetAlone
+from tests.support.tokenizer_pairs import load_pair
 
 NUM_TOKENS = 32
 TIE = 1e-4

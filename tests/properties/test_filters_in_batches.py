@@ -1,4 +1,4 @@
-"""Batched filters, and a replica, give the reference's distributions for all sampling params."""
+"""Batched filters, and a replica, give the distributions of the reference for all sampling parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
-#: Below, at and above the number of candidates that a cut looks at first.
+#: Values below, at and above the number of candidates that a cut examines first.
 _SIZES = (3, 511, 512, 513, 1200, 9000)
 
 _MOST = 2**32 - 1
@@ -39,7 +39,7 @@ def _params(draw: st.DrawFn, num_tokens: int) -> SamplingFilters:
 
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingFilters]]:
-    """Draw float32 [R, V] logits of several kinds, and R params."""
+    """Return float32 [R, V] logits of several kinds, and R parameter sets."""
     num_tokens = draw(st.sampled_from(_SIZES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = []

@@ -119,10 +119,6 @@ class _Engine:
             device="cpu",
         )
 
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """None: it has no thread of its own."""
-        return None
-
     async def wait_ended(self) -> None:
         await self.broken.wait()
         raise errors.Internal("the engine broke down")

@@ -10,12 +10,13 @@ from typing import Any
 
 from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from draft_service.proposer import DraftOptions
-from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
+from specdec.cross_vocabulary.pair import TokenizerPair
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.types import Proposal, ProposeRequest
 from tests.support.model_stack import ModelStack
+from tests.support.tokenizer_pairs import load_pair
 
 
 @dataclass

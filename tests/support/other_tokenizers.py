@@ -18,8 +18,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specdec.checkpoints.token_bytes import byte_level_spelling
-from specdec.cross_vocabulary.pair import load_pair
 from tests.support.tiny_models import build_tiny_model
+from tests.support.tokenizer_pairs import load_pair
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",

@@ -2,7 +2,7 @@
 
 PyTorch's over weights as they multiply fastest, its int8 kernel on a CPU, or our own kernel where a row must have the
 same bits in any company or weights are int8 on a GPU. Not here: the products (`engine.linear.projection`,
-`engine.model.int8_projection`, `engine.linear.row_products`). Called by `engine.loader` and
+`engine.linear.int8`, `engine.linear.row_products`). Called by `engine.loader` and
 `engine.parallel.rank_loader`.
 """
 
@@ -13,15 +13,15 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from specdec.engine.linear.int8 import Int8Projection
 from specdec.engine.linear.projection import (
     LogitsProjection,
     Projection,
     ProjectionKinds,
-    ProjectionMaker,
     keeps_both_layouts,
 )
+from specdec.engine.linear.protocol import ProjectionMaker
 from specdec.engine.linear.row_products import RowProjection
-from specdec.engine.model.int8_projection import Int8Projection
 from specdec.engine.options import ROWS, CompileOptions
 
 

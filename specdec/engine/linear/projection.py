@@ -9,15 +9,15 @@ by rounding alone. Called by `engine.loader` and `engine.model.llama_stack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.linear.int8 import Int8Linear
+from specdec.engine.linear.protocol import AnyProjection, ProjectionMaker
 
 # Up to this many rows the transposed layout is the faster one.
 _FEW_ROWS = 2
@@ -102,25 +102,6 @@ class LogitsProjection(Projection):
         if self.bias is not None:
             logits += self.bias
         return logits.view(*x.shape[:-1], self.out_features)
-
-
-class AnyProjection(Protocol):
-    """What stands for a linear layer, or for several."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The same as `forward`."""
-        ...
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
-        ...
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, out] + forward(x [T, in])."""
-        ...
-
-
-ProjectionMaker = Callable[[torch.Tensor, torch.Tensor | None], AnyProjection]
 
 
 def _blocked(weight: torch.Tensor) -> torch.Tensor | None:

@@ -111,7 +111,7 @@ def multiply(
 
 
 class RowProjection(nn.Module):
-    """Implements `engine.linear.projection.AnyProjection` by `multiply`."""
+    """Implements `engine.linear.protocol.AnyProjection` by `multiply`."""
 
     def __init__(
         self,

@@ -18,7 +18,8 @@ from torch.nn.functional import embedding, rms_norm
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from specdec.engine.cuda_settings import release_freed
-from specdec.engine.linear.projection import ProjectionKinds, ProjectionMaker, fuse_linears
+from specdec.engine.linear.projection import ProjectionKinds, fuse_linears
+from specdec.engine.linear.protocol import ProjectionMaker
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import StepBatch
 from specdec.engine.model.early_exit import EarlyExit

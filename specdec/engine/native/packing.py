@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from specdec.engine.large_pages import LargePages
-from specdec.engine.linear.int8 import LARGEST_INT8, quantise
+from specdec.engine.linear.int8 import LARGEST_INT8, round_to_int8
 from specdec.engine.native.structures import Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 
@@ -64,11 +64,11 @@ class Packing:
         scales = offsets = None
         format_ = Format.INT8
         if is_int8:
-            integers, scale = quantise(weight)
+            integers, scale = round_to_int8(weight)
             rounded = self._pad(nn.functional.pad(integers, (0, -inputs % self.group)))
             scales = self.keep(self._pad(scale))
             offsets = self.keep((rounded.sum(dim=1, dtype=torch.float64) * _ZERO_BYTE).to(torch.int32))
-            groups = rounded.to(torch.int8).view(-1, self._panel, rounded.shape[1] // self.group, self.group)
+            groups = rounded.view(-1, self._panel, rounded.shape[1] // self.group, self.group)
             packed = groups.transpose(1, 2)
         else:
             format_, packed = (pack_shortest if self._is_compact else pack)(self._pad(weight), self._panel)

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.base import ModelShape, MultiStepDrafts, SequenceSlice, StepPlan, Worker
-from specdec.engine.linear.int8 import quantise
+from specdec.engine.linear.int8 import round_to_int8
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
@@ -124,8 +124,7 @@ class NativeRunner(Worker):
     @staticmethod
     def round_weight(weight: torch.Tensor) -> torch.Tensor:
         """Return a weight [out, in] with the rounding of int8 weights."""
-        integers, scale = quantise(weight)
-        return integers.mul_(scale[:, None])
+        return round_to_int8(weight).rounded()
 
     @property
     def weight_bytes(self) -> int:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from specdec.engine.linear.choice import projection_kinds
 from specdec.engine.linear.int8 import hold_in_int8
-from specdec.engine.linear.projection import AnyProjection
+from specdec.engine.linear.protocol import AnyProjection
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.llama_stack import LlamaStack

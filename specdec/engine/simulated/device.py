@@ -38,11 +38,10 @@ class ForwardTime:
 
     fixed_s: float
     per_token_s: float
-    per_context_token_s: float = 0.0
 
-    def step_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
-        """Return the seconds of a step over all its tokens and all context tokens of its sessions."""
-        return self.fixed_s + self.per_token_s * num_tokens + self.per_context_token_s * num_context_tokens
+    def step_s(self, num_tokens: int) -> float:
+        """Return the seconds of a step of `num_tokens` tokens, over all its sessions."""
+        return self.fixed_s + self.per_token_s * num_tokens
 
 
 class Timeline:
@@ -194,7 +193,7 @@ class SimulatedDevice:
             for chunk in self.scheduler.plan_chunks(self._running, num_awaited=num_awaited)
         ]
         num_tokens = sum(num_tokens for _, num_tokens in plan)
-        step_s = self.forward.step_s(num_tokens, sum(work.context_tokens for work, _ in plan))
+        step_s = self.forward.step_s(num_tokens)
         self._occupy(now_s, step_s, len(plan), num_tokens, lambda end_s: self._end_call_step(plan, step_s, end_s))
 
     def _end_call_step(self, plan: list[tuple[Work, int]], step_s: float, now_s: float) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.text import TextOptions
-from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import InvalidRequest
+from specdec.types import SIMULATED_PREFIX
 
 
 @dataclass(frozen=True, slots=True)

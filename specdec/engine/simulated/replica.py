@@ -144,10 +144,6 @@ class SimulatedReplica:
         self._sessions.release_all()
         self._closed.set()
 
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return None: the engine does not have an event loop of its own."""
-        return None
-
     async def wait_ended(self) -> None:
         """Return once the engine has been closed."""
         await self._closed.wait()

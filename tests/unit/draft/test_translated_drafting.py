@@ -8,9 +8,10 @@ import torch
 
 from draft_service.cross_vocabulary_drafting import SharedTokens
 from specdec.checkpoints.vocabulary import load_vocabulary
-from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
+from specdec.cross_vocabulary.pair import TokenizerPair
 from specdec.engine.logits.step_logits import StepLogits
 from tests.support.other_tokenizers import save_byte_level_vocabulary, save_piece_vocabulary
+from tests.support.tokenizer_pairs import load_pair
 
 OWN = ["<unk>", "</s>", "▁", "a", "b", "<0x61>", "<0x20>", "ab"]
 THEIRS = ["<|end|>", "b", "a", "Ġ", "aa"]

@@ -12,7 +12,6 @@ import pytest
 from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.core.sparse import probability
-from specdec.cross_vocabulary.pair import load_pair
 from specdec.engine.loader import load_worker
 from specdec.errors import InvalidRequest, ResourceExhausted
 from specdec.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest
@@ -26,6 +25,7 @@ from tests.support.other_tokenizers import (
     save_pieces,
 )
 from tests.support.round_driver import make_round
+from tests.support.tokenizer_pairs import load_pair
 
 NUM_SCORED = 40
 GREEDY = SamplingFilters(temperature=0.0)

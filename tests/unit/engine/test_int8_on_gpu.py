@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine import loader
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.linear.int8 import Int8Linear, quantise
+from specdec.engine.linear.int8 import Int8Linear, round_to_int8
 from specdec.engine.loader import load_worker
 from specdec.engine.model.checkpoint_model import pick_dtype
 from specdec.engine.options import CompileOptions
@@ -74,8 +74,7 @@ def rounded_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         for module in model.modules():
             if type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
-                integers, scales = quantise(module.weight)
-                module.weight.copy_(integers * scales[:, None])
+                module.weight.copy_(round_to_int8(module.weight).rounded())
         return model(torch.tensor([tokens])).logits[0, -NUM_LAST:, :VOCABULARY_SIZE]
 
 

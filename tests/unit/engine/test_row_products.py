@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec.engine.linear import row_products
-from specdec.engine.linear.int8 import Int8Weight, quantise
+from specdec.engine.linear.int8 import Int8Weight, round_to_int8
 from specdec.engine.linear.row_products import RowProjection, multiply, tiling
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
@@ -30,14 +30,9 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def int8(weight: torch.Tensor) -> Int8Weight:
-    integers, scales = quantise(weight.to(torch.float32))
-    return Int8Weight(integers.to(torch.int8), scales)
-
-
 def weight_of(is_int8: bool, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> torch.Tensor | Int8Weight:
     weight = random(num_outputs, num_inputs, seed=1, dtype=dtype)
-    return int8(weight) if is_int8 else weight
+    return round_to_int8(weight) if is_int8 else weight
 
 
 def exact(weight: torch.Tensor | Int8Weight) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec.checkpoints.vocabulary import load_tokenizer
-from specdec.cross_vocabulary.pair import TokenizerPair, load_pair
+from specdec.cross_vocabulary.pair import TokenizerPair
 from specdec.errors import Unsupported, VocabularyMismatch
 from tests.support.other_tokenizers import (
     TEXTS,
@@ -17,6 +17,7 @@ from tests.support.other_tokenizers import (
     save_pieces,
 )
 from tests.support.tiny_models import save_tokenizer
+from tests.support.tokenizer_pairs import load_pair
 
 
 @pytest.fixture(scope="module")
