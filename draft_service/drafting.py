@@ -35,7 +35,7 @@ class DraftProgram(Program):
             max_noted: jobs of one step beyond which none of them notes the likeliest tokens: the step is in a hurry.
         """
         self._drawing = Drawing(s_max=s_max, coverage=coverage, top_n=top_n)
-        self._runs = MultiStepPolicy(s_max=s_max, num_tokens=num_tokens)
+        self._policy = MultiStepPolicy(s_max=s_max, num_tokens=num_tokens)
         self._top_n = top_n
         self._max_noted = max_noted
 
@@ -60,11 +60,11 @@ class DraftProgram(Program):
         num_steps = min(
             request_of(job.call).gamma - (len(job.progress.token_ids) if job.progress else 0) for job in jobs
         )
-        if num_steps < 2 or not self._runs.may_run(jobs, kind, top_n):
+        if num_steps < 2 or not self._policy.allows(jobs, kind, top_n):
             return None
         if kind is MultiStepDrafts.GREEDY:
             return GreedyMultiStep(jobs, num_steps, _go_on)
-        return DeviceMultiStep(self._drawing, self._runs, jobs, num_steps, top_n, _go_on)
+        return DeviceMultiStep(self._drawing, self._policy, jobs, num_steps, top_n, _go_on)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
         """See `Drawing.guess`."""

@@ -124,9 +124,9 @@ def test_steps_with_a_head_run_in_the_kernels_alone(target: Path, tmp_path: Path
         StepPlan((SequenceSlice((tokens[-1],), 19, BLOCKS, 1),)),
         StepPlan((SequenceSlice((tokens[-1],), 19, BLOCKS, 1, 0),), local_draft="eagle3"),
     ):
-        with Operations() as asked:
+        with Operations() as operations:
             rig.worker.execute(plan)
-        computing = set(asked.names) - {"empty", "slice", "clone", "detach", "view", "alias"}
+        computing = set(operations.names) - {"empty", "slice", "clone", "detach", "view", "alias"}
         assert (not computing) == is_native, sorted(computing)
 
 

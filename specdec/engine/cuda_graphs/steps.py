@@ -112,7 +112,7 @@ def capture_steps(
             raise RuntimeError("--deterministic needs paged attention")
         passes: dict[str, StepPass] = {FULL: partial(stack.with_outputs, layers=taps)}
         passes |= {name: _untapped(stack.early_exit(early_exit)) for name, early_exit in exits.items()}
-        captured = {}
+        recorded = {}
         for name, step_pass in passes.items():
             row_counts = _DRAFT_ROWS if name in exits else options.row_counts
             buckets = Buckets(row_counts, attention.context_steps, shape.max_context_tokens)
@@ -124,7 +124,7 @@ def capture_steps(
             steps = CudaGraphSteps(step_pass, source.cache, attention, buckets, shape.vocabulary_size, ragged,
                                   num_taps=num_taps, hidden_size=forward.hidden_size)  # fmt: skip
             steps.record(capture, may_lack_room=all_agree is None)
-            captured[name] = steps
+            recorded[name] = steps
     except Exception as error:  # raised by a driver, a library or the allocator: the eager pass may still run
         problem = f"recording CUDA graphs failed: {first_line(error)}"
         if required_by:
@@ -133,12 +133,12 @@ def capture_steps(
         return {}
     _log.info(
         "recorded %d of %d CUDA graphs with %s attention in %.1f s",
-        num_recorded := sum(steps.num_recorded for steps in captured.values()),
-        num_recorded + sum(steps.num_without_room for steps in captured.values()),
+        num_recorded := sum(steps.num_recorded for steps in recorded.values()),
+        num_recorded + sum(steps.num_without_room for steps in recorded.values()),
         attention.name,
         time.monotonic() - began_s,
     )
-    return captured
+    return recorded
 
 
 def _untapped(forward: RowForward) -> StepPass:

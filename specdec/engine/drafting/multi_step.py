@@ -153,7 +153,7 @@ class DeviceMultiStep:
                 if job.answer is None and token_id == device_ids[row]:
                     going.append(job)
         if index == self.num_steps - 1:
-            self._policy.note_run(self._jobs)
+            self._policy.note_end(self._jobs)
         return non_finite, going
 
     def _token_of(self, part: _Part, job: Job, place: int, device_id: int, noted: Sequence[NDArray[Any]]) -> int:

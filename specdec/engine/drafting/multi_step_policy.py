@@ -29,7 +29,7 @@ class MultiStepPolicy:
         self._pause = 0
         self._num_left = 0
 
-    def may_run(self, jobs: Sequence[Job], kind: MultiStepDrafts, top_n: int) -> bool:
+    def allows(self, jobs: Sequence[Job], kind: MultiStepDrafts, top_n: int) -> bool:
         """Return whether the jobs may draft in multiple steps. Call this once per opportunity: it counts the pause.
 
         Args:
@@ -48,7 +48,7 @@ class MultiStepPolicy:
             return False
         return True
 
-    def note_run(self, jobs: Sequence[Job]) -> None:
+    def note_end(self, jobs: Sequence[Job]) -> None:
         """Note the end of a multi-step draft."""
         if self._may_be_wide(jobs):
             is_wide = any(job.progress.is_wide for job in jobs)

@@ -71,11 +71,11 @@ def ask(
     round_id: int = 0,
 ) -> ProposeRequest:
     sampled_by, draw_rule = rule
-    asked = make_round(
+    position = make_round(
         TOKENS[:num_tokens], filters=sampled_by, draw_rule=draw_rule, seed=seed, output_start=20, session_id=session,
         round_id=round_id,
     )  # fmt: skip
-    return ProposeRequest(asked, gamma)
+    return ProposeRequest(position, gamma)
 
 
 async def proposals(

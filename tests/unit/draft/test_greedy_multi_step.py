@@ -59,9 +59,9 @@ class Rig:
         gamma: int = GAMMA,
     ) -> Proposal:
         self.num_rounds += 1
-        asked = make_round(TOKENS[:num_tokens], filters=filters, output_start=20, round_id=self.num_rounds,
+        position = make_round(TOKENS[:num_tokens], filters=filters, output_start=20, round_id=self.num_rounds,
                            draw_rule=draw_rule, session_id=session)  # fmt: skip
-        return await self._proposer.propose(ProposeRequest(asked, gamma))
+        return await self._proposer.propose(ProposeRequest(position, gamma))
 
     def predict_step_s(self, load: StepLoad) -> float:
         return self._proposer._engine_loop._scheduler.predict_step_s(load)

@@ -151,8 +151,8 @@ async def test_a_replica_drafts_the_same_in_one_multi_step_draft_as_in_single_st
         filters = SamplingFilters(temperature=temperature)
         tokens = random_tokens(5, 30)
         for round_id, end in enumerate((20, 23)):
-            asked = make_round(tokens[:end], filters=filters, draw_rule=draw_rule, seed=3, round_id=round_id)
-            proposal = await proposer.propose(ProposeRequest(asked, gamma=4))
+            position = make_round(tokens[:end], filters=filters, draw_rule=draw_rule, seed=3, round_id=round_id)
+            proposal = await proposer.propose(ProposeRequest(position, gamma=4))
             supports = [(support.token_ids.tolist(), support.weights.tolist()) for support in proposal.supports]
             drafts.append((proposal.draft_token_ids.tolist(), supports))
         await proposer.close()

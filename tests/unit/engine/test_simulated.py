@@ -139,20 +139,20 @@ async def test_greedy_drafts_agree_with_the_target_with_a_rate_near_alpha() -> N
     num_agreed, num_rounds, gamma = 0, 100, 16
     async with engines() as (draft, target):
         for index in range(num_rounds):
-            asked = a_round(round_id=index, num_tokens=8 + gamma * index)
-            proposal = await draft.propose(ProposeRequest(asked, gamma))
-            answer = await target.verify(VerifyRequest(asked, proposal.draft_token_ids, ()))
+            position = a_round(round_id=index, num_tokens=8 + gamma * index)
+            proposal = await draft.propose(ProposeRequest(position, gamma))
+            answer = await target.verify(VerifyRequest(position, proposal.draft_token_ids, ()))
             num_agreed += int((answer.choice_token_ids[:-1] == proposal.draft_token_ids).sum())
     # 1,600 draws of 0.9 have a standard error of 0.0075; one seed, one outcome.
     assert num_agreed / (num_rounds * gamma) == pytest.approx(0.9, abs=0.03)
 
 
 async def test_a_sampled_round_accepts_each_draft_token_with_probability_alpha() -> None:
-    asked = a_round(temperature=1.0)
+    position = a_round(temperature=1.0)
     async with engines() as (draft, target):
-        proposal = await draft.propose(ProposeRequest(asked, 4))
+        proposal = await draft.propose(ProposeRequest(position, 4))
         supports = tuple(support.token_ids for support in proposal.supports)
-        answer = await target.verify(VerifyRequest(asked, proposal.draft_token_ids, supports))
+        answer = await target.verify(VerifyRequest(position, proposal.draft_token_ids, supports))
     for support, row in zip(proposal.supports, answer.rows, strict=False):
         assert len(support.token_ids) == SUPPORT_SIZE
         assert int(row.weights.sum(dtype=np.int64)) == WEIGHT_TOTAL
@@ -165,13 +165,13 @@ async def test_a_sampled_round_accepts_each_draft_token_with_probability_alpha()
 
 
 async def test_the_distribution_is_the_same_through_another_support() -> None:
-    asked = a_round(temperature=1.0)
+    position = a_round(temperature=1.0)
     async with engines() as (draft, target):
-        proposal = await draft.propose(ProposeRequest(asked, 1))
+        proposal = await draft.propose(ProposeRequest(position, 1))
         support = proposal.supports[0]
-        own = (await target.verify(VerifyRequest(asked, proposal.draft_token_ids, (support.token_ids,)))).rows[0]
+        own = (await target.verify(VerifyRequest(position, proposal.draft_token_ids, (support.token_ids,)))).rows[0]
         part = support.token_ids[10:20]
-        seen = (await target.verify(VerifyRequest(asked, proposal.draft_token_ids, (part,)))).rows[0]
+        seen = (await target.verify(VerifyRequest(position, proposal.draft_token_ids, (part,)))).rows[0]
     assert seen.weights[:-1].astype(int) == pytest.approx(own.weights[10:20].astype(int), abs=40)
     assert int(seen.weights.sum(dtype=np.int64)) == WEIGHT_TOTAL
     assert seen.tail_token_id not in part
