@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
         (
             ["--deterministic", "--tensor-parallel", "2"],
             0,
-            "--tensor-parallel keeps --deterministic in captured steps",
+            "--tensor-parallel keeps --deterministic in CUDA graphs",
         ),
         (["--kv-cache-bytes-target", "12"], 0, "--kv-cache-bytes-target must be at least "),
         (["--kv-cache-bytes-draft", "12"], 0, "--kv-cache-bytes-draft must be at least "),
