@@ -31,14 +31,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durat
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-# Installs the extras $(1) and prints one line for each package that is downloaded. The whole output of pip is in
+# Installs the extras $(1) and prints one line for each package. The whole output of pip is in
 # $(VENV)/pip.log, which is shown if pip fails.
 define install
 	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_FLAGS) \
 		-c constraints.txt $(EDITABLE) -e '.[$(1)]' 2>&1 | tee $(VENV)/pip.log | awk '$(PIP_LINES)' \
 		|| { cat $(VENV)/pip.log >&2; exit 1; }
 endef
-PIP_LINES = /Downloading|Using cached/ && /\.whl \(/ && !/\.metadata/ \
+PIP_LINES = /Downloading|Using cached|Processing/ && /\.whl/ && !/\.metadata/ \
 	{ gsub(/[^ ]*\//, ""); sub(/-(py|cp)[0-9][^ ]*/, ""); sub(/^ */, "  "); print; fflush() } \
 	/^Installing collected packages/ { print "  Installing " NF - 3 " packages"; fflush() }
 

@@ -1,4 +1,4 @@
-"""The error tree. One interceptor maps it to gRPC status with details; the client maps back.
+"""The error tree. One interceptor maps errors to gRPC statuses with details; the client maps them back.
 
 SpecdecError
 ├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE
@@ -47,8 +47,8 @@ class SpecdecError(Exception):
         code: the gRPC status code's name.
         reason: the `ErrorInfo` reason; docs/reference/errors.md says what to do about each.
         field: the request field at fault, in proto spelling (`sampling.top_p`), or "".
-        retry_after_s: when retrying helps, how long to wait first; else None.
-        partial: the output received before this error ended a stream of the SDK; else None.
+        retry_after_s: time to wait before a retry; None if a retry cannot help.
+        partial: output received before this error ended a stream of the SDK; else None.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -65,12 +65,12 @@ class SpecdecError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later."""
+        """Return whether the same call may succeed later."""
         return self.retry_after_s is not None
 
 
 class InvalidRequest(SpecdecError):
-    """The request can never succeed as it is; the message names the field and the limit."""
+    """The request can never succeed unchanged; the message names the field and the limit."""
 
     code = "INVALID_ARGUMENT"
     default_reason = "INVALID_REQUEST"
@@ -92,7 +92,7 @@ class SessionBusy(SpecdecError):
 
 
 class VocabularyMismatch(SpecdecError):
-    """Two parts of the system disagree on the id-to-token map; the message holds both fingerprints."""
+    """Two parts of the system have different vocabularies; the message contains both fingerprints."""
 
     code = "FAILED_PRECONDITION"
     default_reason = "VOCABULARY_MISMATCH"
@@ -117,7 +117,7 @@ class SessionLost(SpecdecError):
 
 
 class StaleEpoch(SpecdecError):
-    """A newer epoch or round of the session has been seen."""
+    """The replica has seen a newer epoch or round of the session."""
 
     code = "ABORTED"
     default_reason = "STALE_EPOCH"
@@ -132,7 +132,7 @@ class LeaseLost(SpecdecError):
 
 
 class ResourceExhausted(SpecdecError):
-    """A queue (a stream's, of tokens that its reader has not read, too), the KV pool or a quota is full."""
+    """A queue, such as that of a stream's unread tokens, the KV pool or a quota is full."""
 
     code = "RESOURCE_EXHAUSTED"
     default_reason = "QUEUE_FULL"
@@ -140,7 +140,7 @@ class ResourceExhausted(SpecdecError):
 
 
 class Unavailable(SpecdecError):
-    """A part of the system cannot be reached or is going away."""
+    """A part of the system cannot be reached or is shutting down."""
 
     code = "UNAVAILABLE"
     default_reason = "REPLICA_UNAVAILABLE"
@@ -155,7 +155,7 @@ class DeadlineExceeded(SpecdecError):
 
 
 class ClientClosed(SpecdecError):
-    """The client was closed before the call, or while it ran."""
+    """The client was closed before or during the call."""
 
     code = "CANCELLED"
     default_reason = "CLIENT_CLOSED"
@@ -169,21 +169,21 @@ class Unauthenticated(SpecdecError):
 
 
 class Forbidden(SpecdecError):
-    """Valid credentials, but not for this."""
+    """The credentials are valid, but do not permit the call."""
 
     code = "PERMISSION_DENIED"
     default_reason = "FORBIDDEN"
 
 
 class Unsupported(SpecdecError):
-    """Understood, but this build or model cannot do it."""
+    """The request is valid, but this build or model does not support it."""
 
     code = "UNIMPLEMENTED"
     default_reason = "UNSUPPORTED"
 
 
 class Internal(SpecdecError):
-    """A fault of ours; the log holds the traceback under the request id."""
+    """A fault of specdec; the log contains the traceback with the request id."""
 
 
 #: Class of each reason: an error that crossed a process boundary is rebuilt from its reason.

@@ -51,7 +51,7 @@ class RunningSystem:
         self.stop = stop
         """Set to end the system."""
         self.stage = "starting"
-        """What the start waits for."""
+        """Stage of the start."""
         self._fleet: Fleet | None = None
         self._is_ready = threading.Event()
 
@@ -172,6 +172,8 @@ def _follow(scaling: Scaling) -> Iterator[Mapping[str, Any]]:
 def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Send a request to the `specdec up` of a port on this machine; yield its answers, line by line.
 
+    The last answer has `ready` or `counts`, unless the `specdec up` ends before.
+
     Raises:
         Unavailable: this user runs no `specdec up` there, or it does not answer.
         SpecdecError: it refuses the request.
@@ -193,6 +195,8 @@ def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         raise Unavailable(
             f"no specdec up of yours serves port {port} on this machine", reason="COORDINATOR_UNAVAILABLE"
         ) from error
+    except (ConnectionResetError, BrokenPipeError):  # it has ended: the answers end without a final one
+        return
     except TimeoutError as error:
         raise Unavailable(
             f"the specdec up of port {port} has not answered for {_SILENCE_TIMEOUT_S:g} s",

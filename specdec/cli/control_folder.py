@@ -64,5 +64,5 @@ def _is_fresh(marker: Path) -> bool:
     try:
         os.kill(int(marker.name.removesuffix(_MARKER_SUFFIX)), 0)
         return time.time() - marker.stat().st_mtime < _MARKER_AGE_S
-    except (OSError, ValueError):  # its process has ended, or it is no marker
+    except (OSError, ValueError):  # its process has ended, or the file is not a marker
         return False

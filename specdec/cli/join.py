@@ -40,7 +40,7 @@ def join(endpoint: str, pool: str, model: str) -> int:
     """Add the model, show what is waited for, print one line, and return the exit code.
 
     Raises:
-        InvalidRequest: there is no such model, the pool exists already, or the endpoint is not on this machine.
+        InvalidRequest: the model does not exist, the pool exists already, or the endpoint is on another machine.
         Unsupported: the model cannot be served.
         VocabularyMismatch: the model has other tokens than the target.
         Unavailable: no `specdec up` of this user answers there.

@@ -1,4 +1,4 @@
-"""What each service of `specdec up` is started with: its module, its flags, its environment.
+"""Starts each service of `specdec up` with its module, its flags and its environment.
 
 The user's flags are in `up_flags` and `service_settings`. `up` and `specdec.supervision.fleet` decide when a service is
 started and how many there are.

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from specdec.cli import Usage
 from specdec.errors import Unavailable
-from specdec.rpc.server import require_free
+from specdec.rpc.channels import require_free
 from specdec.settings.addresses import WILDCARD_HOSTS, join_address, split_address
 from specdec.supervision.processes import free_ports
 

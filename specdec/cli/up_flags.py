@@ -1,4 +1,4 @@
-"""What the flags of `specdec up` mean together: models, replicas, ranks, shares of memory, and what makes no sense.
+"""Interprets the flags of `specdec up` together: models, replicas, ranks, shares of memory, and contradictions.
 
 The flags themselves are in `up_parser`, the settings of single services in `service_settings`, addresses in
 `listening`.

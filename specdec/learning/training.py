@@ -35,7 +35,7 @@ _MAX_HELD_OUT_TOKENS = 20_000
 _MIN_HELD_OUT_TOKENS = 2048
 _HELD_OUT_SHARE = 0.25
 
-#: Least relative decrease of the KL that counts as better. A smaller one is not worth a new version, and the first steps
+#: Least relative decrease of the KL that counts as better. A smaller one is not worth a new version; the first steps
 #: reach it by learning how frequent each token is.
 _MIN_GAIN = 0.01
 

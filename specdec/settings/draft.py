@@ -1,4 +1,4 @@
-"""Settings of the draft service: its own flags on top of the common ones."""
+"""Settings of the draft service, in addition to those that draft and target services share."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ class DraftSettings(ReplicaSettings):
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
     shadow: Literal["on", "off"] = "off"
-    """on: what others draft is scored here where requests are routed, and a request gets this pool only if it names it,
-    or by `specdec promote`."""
+    """on: score what other pools draft while requests are routed. Requests use this pool only if they name it, or after
+    `specdec promote`."""
 
     max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
     """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
 
     for_tokenizer: str = ""
-    """The target, or its tokenizer's files, where that has another tokenizer than --model: drafts are then made in its
-    tokens, and this replica serves its vocabulary. Unset: the target has the model's own."""
+    """The target, or the files of its tokenizer, if it has another tokenizer than --model. This replica then drafts in
+    the target's tokens and serves the target's vocabulary. Unset: both have the same tokenizer."""
 
     prefill_budget_ms: float = Field(default=10.0, gt=0.0)
-    """By how much prompts may lengthen a forward pass that other sessions are in or may have to wait for, as predicted
-    from measured times; a block of 16 tokens always runs. A draft takes several passes, each that much longer."""
+    """Time by which prompts may lengthen a forward pass that other sessions share or wait for, as predicted from
+    measured times. One block of 16 tokens always runs. A draft takes several passes, each of which may be this much
+    longer."""
 
     predraft: Literal["on", "off", "auto"] = "off"
-    """Drafting the next round, for its likeliest outcomes, before it is asked for. New, so off unless switched
-    on. on: whenever no call is waiting; auto: as long as that makes rounds shorter."""
+    """Draft the next round for its most probable outcomes before the coordinator asks. Experimental. on: whenever no
+    call waits; auto: while that makes rounds shorter; off: never."""
 
     support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)
-    """Share of the draft's distribution that a support covers before it is cut."""
+    """Share of the draft's distribution that a support must cover before it is cut."""
 
     @model_validator(mode="after")
     def _refuse_what_needs_draft_vocabulary_tokens(self) -> Self:
         if self.for_tokenizer and self.predraft != "off":
-            raise ValueError("--for-tokenizer does not go with --predraft, which grows branches in the model's tokens")
+            raise ValueError("--for-tokenizer does not go with --predraft, which drafts in the model's own tokens")
         if self.for_tokenizer and self.model.startswith(SIMULATED_PREFIX):
             raise ValueError("--for-tokenizer: simulated models have no tokenizer")
         return self

@@ -1,4 +1,4 @@
-"""Settings of the target service: its own flags on top of the common ones."""
+"""Settings of the target service, in addition to those that draft and target services share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ InTargetDraftSource = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split
 
 
 class TargetSettings(ReplicaSettings):
-    """The target service: verifies draft tokens with the model whose output is wanted, in one pass a round."""
+    """The target service: verifies draft tokens with the model whose output is wanted, in one pass per round."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_TARGET__")
 
@@ -28,9 +28,10 @@ class TargetSettings(ReplicaSettings):
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
     local_draft: InTargetDraftSource = ()
-    """What this replica drafts with by itself, in the same call in which it verifies: early-exit:N (its first N layers
-    with its own norm and head) or early-exit:N:PATH (with an adapter). Each is a draft pool, called by its kind or by
-    what stands before "=", as in NAME=early-exit:3; repeatable. In one process, and not in compiled steps."""
+    """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
+    own norm and head), early-exit:N:PATH (with an adapter), medusa:PATH, eagle3:PATH or mtp (heads). Each is a draft
+    pool that requests select by its kind, or by NAME in NAME=early-exit:3; repeatable. Works in one process, without
+    torch.compile."""
 
     @model_validator(mode="after")
     def _check_local_drafts(self) -> Self:

@@ -54,7 +54,7 @@ class Launches(Protocol):
         ...
 
     def require_room(self, added: Mapping[str, int]) -> None:
-        """Raises ResourceExhausted if there is no room for the added replicas of each role."""
+        """Raises ResourceExhausted if the added replicas of each role do not fit."""
         ...
 
 
@@ -64,7 +64,7 @@ class Scaling:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.stage = ""
-        """What the request waits for."""
+        """Stage of the request, for people."""
         self.failure: SpecdecError | None = None
         """Why the numbers were not reached, once the request has ended; None if they were."""
         self.counts: dict[str, int] = {}
@@ -125,7 +125,7 @@ class Fleet:
 
         Raises:
             InvalidRequest: a role does not exist, or its number is out of range.
-            ResourceExhausted: there is no room for the added replicas.
+            ResourceExhausted: the added replicas do not fit.
         """
         for role, number in wanted.items():
             self._check(role, number)
@@ -178,7 +178,7 @@ class Fleet:
                 service.stop()
 
     def _begin_scaling(self, wanted: Mapping[str, int]) -> Scaling:
-        """Raises ResourceExhausted if there is no room."""
+        """Raises ResourceExhausted if the added replicas do not fit."""
         self._launcher.require_room({role: max(0, number - self._wanted[role]) for role, number in wanted.items()})
         if self._scaling is not None:
             self._scaling.end(self._wanted, StaleEpoch("a later request asked for other numbers of replicas"))

@@ -21,7 +21,7 @@ _PORTS = range(20_000, 30_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different loopback TCP ports that were free a moment ago, outside the system's ephemeral range."""
+    """Return different free loopback TCP ports outside the system's ephemeral range."""
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < count:

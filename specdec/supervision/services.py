@@ -55,11 +55,11 @@ class Service(ABC):
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether the service has not ended yet."""
+        """True until the service has ended."""
 
     @property
     def has_started(self) -> bool:
-        """Whether the service has reported its address, which it does once it serves."""
+        """True once the service has reported its address, which it does when it serves."""
         return bool(self.address)
 
     @property

@@ -25,7 +25,7 @@ class _Watched:
     restart_at_s: float | None = None
     """Time of its next start, once it has ended."""
     is_back: bool = True
-    """Whether it has reported that it serves since its last start."""
+    """True once it has reported, since its last start, that it serves."""
 
 
 class Supervisor:

@@ -219,11 +219,11 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_the_sockets_of_up_are_reached_by_nobody_else_and_leave_nothing(short_folder: Path) -> None:
+def test_only_the_user_reaches_the_sockets_of_up_and_they_are_removed(short_folder: Path) -> None:
     up, endpoint = start_up(TMPDIR=str(short_folder))
     sockets = list(short_folder.glob("*/*.sock"))  # the store's, and the one that `specdec scale` dials
     assert [path.parent.stat().st_mode & 0o777 for path in sockets] == [0o700] * 2
-    # It listens on no port: whoever is on the machine may dial those.
+    # `up` itself listens on no port, because any user of the machine could dial it.
     assert listening_ports(up.pid) == set()
     services = {port for pid in children_of(up) for port in listening_ports(pid)}
     assert len(services) == 3

@@ -28,7 +28,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproces
 
 
 def replicas(endpoint: str) -> dict[str, dict[str, int]]:
-    """By role: ids of the replicas and how many sessions each holds."""
+    """Return, by role, the replicas' ids and the number of sessions that each holds."""
     with Client(endpoint) as client:
         return {
             pool.role: {replica.replica_id: replica.num_sessions for replica in pool.replicas}

@@ -262,7 +262,7 @@ def test_one_that_does_not_drain_is_made_to_end(fleet: Fleet, launcher: Launcher
     assert not clinging.is_alive
 
 
-def test_a_later_request_overrules_one_that_is_not_reached(fleet: Fleet, clock: Clock) -> None:
+def test_a_later_request_replaces_one_that_has_not_ended(fleet: Fleet, clock: Clock) -> None:
     first = fleet.scale({"target": 4})
     second = reach(fleet, clock, target=1)
     assert (first.ended.is_set(), "other numbers" in told(first)) == (True, True)

@@ -41,7 +41,7 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
 
 
 def pool(name: str, *, is_chosen: bool, **classes: tuple[float, float]) -> pb.PoolInfo:
-    """Of each class alpha and the tokens it is of."""
+    """Return a pool with the acceptance rate of each class and the number of tokens that were tested."""
     routes = [
         pb.RouteInfo(request_class=of_class, alpha=alpha, num_tested=num_tested, is_chosen=is_chosen)
         for of_class, (alpha, num_tested) in classes.items()
@@ -72,10 +72,10 @@ def test_a_pool_is_promoted_on_its_score_in_every_class_that_is_known(
     assert servicer.promoted == ([] if exit_code else ["new"])
 
 
-def test_a_pool_that_is_not_there_is_not_waited_for(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_promoting_an_unknown_pool_fails_at_once(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     _, environ = coordinator(answer)
     assert run(["promote", "new", "--on-score"], environ) == 1
-    assert "error: new is no draft pool here (POOL_NOT_FOUND)" in capsys.readouterr().err
+    assert "error: this system has no draft pool called new (POOL_NOT_FOUND)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_a_pool_that_is_not_there_is_not_waited_for(coordinator: Serve, capsys: 
         (["--max-steps", "0"], "--max-steps must be at least 1"),
         (["--learning-rate", "nan"], "--learning-rate must be"),
         (["--tenant", "a/b"], "--tenant"),
-        (["--target-model", "t"], "--target-model is for what the target drafts with by itself"),
-        (["--draft", "eagle3:h"], "--draft eagle3:h learns beside its target: name that by --target-model"),
+        (["--target-model", "t"], "--target-model is for drafts inside the target"),
+        (["--draft", "eagle3:h"], "--draft eagle3:h is trained together with its target: name it by --target-model"),
         (["--draft", "early-exit:x", "--target-model", "t"], "--draft: 'early-exit:x': early-exit takes a number"),
-        (["--draft", "medusa:h", "--target-model", "t", "--join", "p"], "a target reads its medusa when it starts"),
+        (["--draft", "medusa:h", "--target-model", "t", "--join", "p"], "a target loads its medusa draft when it starts"),
     ],
 )
-def test_what_no_training_can_be_asked_for_is_a_usage_error(
+def test_impossible_training_flags_are_a_usage_error(
     flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--log", str(tmp_path), "--draft", "d", "--out", str(tmp_path / "new")]

@@ -1,4 +1,4 @@
-"""What `specdec up` serves, from its command line."""
+"""Models and in-target drafts that `specdec up` serves, from its command line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_paths_of_heads_and_adapters_hold_on_the_machines_of_a_ray_cluster(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas run in directories of their own there; what is no path here is left to them."""
+    """Replicas run in other directories there, so paths become absolute; hub ids stay as they are."""
     local_drafts = served("--ray-address", "127.0.0.1:1").local_drafts
     monkeypatch.chdir("/")
     specs = parse_local_drafts(local_drafts)
