@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import specdec
 from specdec.cli import INTERRUPTED, Usage
 from specdec.cli.command_parser import CommandParser, print_error, wants_json
+from specdec.cli.extras import missing_extra
 from specdec.errors import InvalidRequest, SpecdecError
 
 #: The subcommands, with their lines in `specdec --help`. Each is a module of this package, except `serve`.
@@ -108,6 +109,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except Usage as error:
         print_error(InvalidRequest(str(error)), as_json=as_json)
         return 2
+    except ModuleNotFoundError as error:
+        print_error(missing_extra(error, _command_of(argv)), as_json=as_json)
+        return 1
     except SpecdecError as error:
         print_error(error, as_json=as_json)
         return 1
@@ -179,7 +183,10 @@ def main() -> NoReturn:
 
         mark_starting()
     if command != "none":
-        with contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)):
+        with (
+            contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)),
+            contextlib.suppress(ModuleNotFoundError),  # `run` imports it again and reports the missing extra
+        ):
             _module(command)  # Ctrl-C during the import may end the process at once: nothing has begun
     sys.exit(run(sys.argv[1:], os.environ))
 
