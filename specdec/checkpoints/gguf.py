@@ -73,8 +73,8 @@ def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
         return whole[-1]
     except OSError as error:
         raise InvalidRequest(
-            f"{error.filename or path} cannot be read or written: {error.strerror}; XDG_CACHE_HOME says where "
-            "converted models are kept",
+            f"{error.filename or path} cannot be read or written: {error.strerror}; converted models are kept in the "
+            "folder that XDG_CACHE_HOME names",
             field="model",
         ) from error
 
@@ -105,8 +105,8 @@ def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
         raise InvalidRequest(
             f"reading {str(path)!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}", field="model"
         )
-    what = "the tokenizer of " if tokenizer_only else ""
-    _log.info("converting %s%s into %s (once)", what, path, directory, extra={"progress": "converting"})
+    what = "tokenizer of " if tokenizer_only else ""
+    _log.info("converting %sGGUF file: path=%s directory=%s", what, path, directory, extra={"progress": "converting"})
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
     try:

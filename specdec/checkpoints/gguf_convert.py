@@ -101,7 +101,10 @@ def _load_tokenizer(folder: str, metadata: dict[str, Any]) -> PreTrainedTokenize
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     elif splitter not in gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS:
-        _say("warning", f"its tokenizer splits text as {splitter!r}, which transformers does not know: as GPT-2 does")
+        _say(
+            "warning",
+            f"its tokenizer splits text as {splitter!r}, which transformers does not know; using GPT-2's rules",
+        )
     return tokenizer
 
 
@@ -114,21 +117,21 @@ def _drop_made_up_tokens(path: Path, num_tokens: int) -> None:
 
 def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     if metadata.get("split.count", 1) > 1:
-        raise NotConverted("is one of several parts: join them with llama-gguf-split --merge")
+        raise NotConverted("is one part of a split model: join the parts with llama-gguf-split --merge")
     file = GGUFReader(f"{folder}/{_LINK}")
     scaling = next((tensor.data for tensor in file.tensors if tensor.name == DIVISORS), None)
     try:
         # Made once: transformers parses the whole file, vocabulary and all, whenever it needs a configuration.
         config = AutoConfig.from_pretrained(folder, gguf_file=_LINK, trust_remote_code=False)
         if not is_readable(config, metadata, scaling):
-            raise NotConverted("scales its positions in a way that is not read")
+            raise NotConverted("uses an unsupported RoPE scaling")
         model, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
             folder, config=config, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True,
             trust_remote_code=False,
         ))  # fmt: skip
     except ValueError as error:
         if "not supported" in str(error) or "Unrecognized" in str(error):
-            raise NotConverted(f"holds a model of a kind that is not read: {_architecture(metadata)}") from error
+            raise NotConverted(f"holds a model of an unsupported type: {_architecture(metadata)}") from error
         raise
     _require_whole(file, model, report)
     end_token_ids = _end_token_ids(metadata, tokenizer)
@@ -148,8 +151,8 @@ def _require_whole(file: GGUFReader, model: PreTrainedModel, report: dict[str, A
     in_model = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once, as in the file
     if in_file != in_model:
         raise NotConverted(
-            f"holds {in_file} weights, of which transformers reads {in_model}: its model of type "
-            f"{model.config.model_type} would not be this one"
+            f"holds {in_file} weights, of which transformers reads {in_model}: converted to type "
+            f"{model.config.model_type}, it would be a different model"
         )
 
 

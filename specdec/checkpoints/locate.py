@@ -48,11 +48,11 @@ def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> P
         if is_gguf(path):
             return convert_gguf(path, tokenizer_only=small_files_only)
         raise InvalidRequest(
-            f"model {name!r} is a file but no GGUF file; a checkpoint directory, a GGUF file or a hub id is needed",
+            f"model {name!r} is a file but not a GGUF file; give a checkpoint directory, a GGUF file or a hub id",
             field="model",
         )
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
-        raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
+        raise InvalidRequest(f"model {name!r} is not a directory on this machine", field="model")
     return _download(name, _SMALL_FILES if small_files_only else _MODEL_FILES)
 
 
@@ -60,13 +60,13 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     # Imported late: the hub client takes a third of a second to load, and local directories never need it.
     from huggingface_hub import snapshot_download
 
-    _log.info("looking for %s in the cache of the hub, or downloading it", hub_id)
+    _log.info("locating model in the hub cache, or downloading it: model=%s", hub_id)
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     # Whatever stops the hub client (its own errors, its HTTP library's, the disk's) means the same to the caller.
     except Exception as error:
         raise InvalidRequest(
-            f"model {hub_id!r} is neither a directory on this machine nor to be had from the Hugging Face hub "
+            f"model {hub_id!r} is neither a directory on this machine nor available from the Hugging Face hub "
             f"({type(error).__name__})",
             field="model",
         ) from error
@@ -87,8 +87,8 @@ def require_plain_weights(model: str, quantisation: object) -> None:
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     if method not in _DEQUANTISED_METHODS:
         raise Unsupported(
-            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} are "
-            "read, and GGUF files"
+            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} and "
+            "GGUF files are supported"
         )
 
 

@@ -84,7 +84,7 @@ def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: st
     least = 2 * _LEAST_KV_NUMBER_BYTES * BLOCK_TOKENS * layers * -(-kv_heads // num_ranks) * head_dim
     if kv_cache_bytes < least:
         raise InvalidRequest(
-            f"{flag} must be at least {least}, one block of {BLOCK_TOKENS} tokens of {model!r}, got {kv_cache_bytes}",
+            f"{flag} must be at least {least}, one block of {BLOCK_TOKENS} tokens of {model!r}; got {kv_cache_bytes}",
             field="kv_cache_bytes",
         )
 
@@ -108,7 +108,7 @@ def read_config(model: str, directory: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"model {model!r} has an unreadable config.json: {error}", field="model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InvalidRequest(f"model {model!r} has a config.json that names no model_type", field="model")
+        raise InvalidRequest(f"model {model!r} has a config.json that has no model_type", field="model")
     return config
 
 
@@ -119,12 +119,14 @@ def _require_decoder_only(model: str, config: Mapping[str, Any]) -> None:
         return
     if kind not in types[_CAUSAL_NAMES]:
         if "auto_map" in config:
-            raise Unsupported(f"model {model!r} needs code of its own, which is never run")
-        raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model known here")
+            raise Unsupported(f"model {model!r} needs custom code, which is never run")
+        raise Unsupported(f"model {model!r} is of type {kind}, which is not a supported decoder-only language model")
     # Types that are both are encoders, unless they are told to be a decoder.
     is_encoder = kind in types[_MASKED_NAMES] and not config.get("is_decoder")
     if is_encoder or config.get("is_encoder_decoder"):
-        raise Unsupported(f"model {model!r} is of type {kind} and an encoder, not a decoder-only language model")
+        raise Unsupported(
+            f"model {model!r} is of type {kind}, which is an encoder and not a decoder-only language model"
+        )
 
 
 @cache

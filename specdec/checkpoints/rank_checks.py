@@ -34,24 +34,23 @@ def require_supported(*, device: str, dtype: str, compile_backend: str, determin
     """
     if compile_backend not in _BACKENDS:
         raise Unsupported(
-            f"{FLAG} runs eager and captured steps: --compile-backend {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}, "
-            f"not {compile_backend}",
+            f"{FLAG} needs --compile-backend {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}, not {compile_backend}",
             field="compile_backend",
         )
     if device == "cpu":
         if compile_backend == "captured":
-            raise Unsupported(f"{FLAG} captures steps on GPUs, not on a CPU", field="compile_backend")
+            raise Unsupported(f"{FLAG} with --compile-backend captured needs GPUs", field="compile_backend")
         if dtype == "int8":
-            raise Unsupported(f"{FLAG} divides int8 weights among GPUs: on a CPU take float32 or bfloat16",
+            raise Unsupported(f"{FLAG} supports int8 weights on GPUs only: on a CPU use float32 or bfloat16",
                               field="dtype")  # fmt: skip
         if deterministic:
-            raise Unsupported(f"{FLAG} keeps --deterministic in captured steps, on GPUs, not on a CPU",
+            raise Unsupported(f"{FLAG} supports --deterministic on GPUs only, because it needs captured steps",
                               field="deterministic")  # fmt: skip
     if deterministic and compile_backend == "eager":
         raise Unsupported(f"--deterministic with {FLAG} needs captured steps, not --compile-backend eager",
                           field="deterministic")  # fmt: skip
     if ":" in device:
-        raise InvalidRequest(f"{FLAG} gives each rank a device of its own: --device cuda, not {device}", field="device")
+        raise InvalidRequest(f"{FLAG} gives each rank its own device: use --device cuda, not {device}", field="device")
 
 
 def require_divisible(model: str, num_ranks: int) -> None:

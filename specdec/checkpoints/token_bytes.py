@@ -57,13 +57,15 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
     kinds = {str(part["type"]) for part in parts}
     if kinds != {"ByteLevel"} and not (kinds <= _PIECES and kinds & _BLANKS):
         told = ", ".join(sorted(kinds)) or "nothing"
-        raise Unsupported(f"tokens decoded by {told[:200]} have no bytes of their own; byte-level and SentencePiece do")
+        raise Unsupported(
+            f"tokens decoded by {told[:200]} have no fixed bytes; use a byte-level or SentencePiece tokenizer"
+        )
     if len(parts) > _MAX_PARTS:
-        raise Unsupported(f"a decoder of {len(parts)} steps is beyond {_MAX_PARTS}")
+        raise Unsupported(f"the decoder has {len(parts)} steps; the limit is {_MAX_PARTS}")
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values())
     if largest >= _MAX_TOKENS:
-        raise Unsupported(f"token id {largest} is beyond {_MAX_TOKENS:,} tokens")
+        raise Unsupported(f"token id {largest} is above the limit of {_MAX_TOKENS:,} tokens")
     special = {
         token_id
         for token_id, added in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
@@ -94,7 +96,7 @@ def _piece_bytes(token: str, parts: list[Mapping[str, Any]]) -> bytes:
 def _check_length(num_bytes: int) -> None:
     """Raises Unsupported: a token is longer than any that there is. Sessions hold such text, and it is read again."""
     if num_bytes > _MAX_TOKEN_BYTES:
-        raise Unsupported(f"a token of {num_bytes:,} bytes is beyond {_MAX_TOKEN_BYTES:,}")
+        raise Unsupported(f"a token has {num_bytes:,} bytes; the limit is {_MAX_TOKEN_BYTES:,}")
 
 
 @lru_cache(maxsize=1 << 16)

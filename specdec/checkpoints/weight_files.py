@@ -74,7 +74,7 @@ def require_whole_gguf(path: Path) -> None:
 
 def _require_length(size: int, least: int) -> None:
     if size < least:
-        raise _Damaged(f"it has {size} bytes of {least}")
+        raise _Damaged(f"it has {size} of {least} bytes")
 
 
 def _safetensors_files(model: str, directory: Path) -> list[Path]:

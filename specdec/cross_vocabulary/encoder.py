@@ -47,7 +47,9 @@ class PieceEncoder:
         except BaseException as error:
             if not is_tokenizer_fault(error):
                 raise
-            raise InvalidRequest(f"a tokenizer fails on a text: {ascii(str(error))[:200]}", field="model") from error
+            raise InvalidRequest(
+                f"the tokenizer fails on a test text: {ascii(str(error))[:200]}", field="model"
+            ) from error
         begins = bool(opened) and opened[0] == tokenizer.bos_token_id
         self.opening_ids: tuple[int, ...] = (opened[0],) if begins else ()
         """What it begins a sequence with."""

@@ -112,13 +112,13 @@ def read_segment(path: Path) -> tuple[LogFacts, list[LoggedTurn]]:
         FileNotFoundError: it is gone: its time was over.
     """
     if path.stat().st_size > MAX_SEGMENT_BYTES:
-        raise InvalidRequest(f"{path} is no segment of a learning log: it has more than {MAX_SEGMENT_BYTES} bytes")
+        raise InvalidRequest(f"{path} is not a learning log segment: it has more than {MAX_SEGMENT_BYTES} bytes")
     try:
         metadata, tensors = _read_tensors(path)
         facts = _facts(metadata)
         return facts, _turns(tensors, facts.vocabulary_size)
     except _Refused as refused:
-        raise InvalidRequest(f"{path} is no segment of a learning log: {refused}") from None
+        raise InvalidRequest(f"{path} is not a learning log segment: {refused}") from None
 
 
 class _Refused(Exception):
@@ -132,7 +132,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             if set(file.keys()) != set(_DTYPES):
-                raise _Refused("other arrays are in it")
+                raise _Refused("its arrays are not those of the format")
             tensors = {name: file.get_tensor(name) for name in _DTYPES}
     except FileNotFoundError:
         raise
@@ -140,7 +140,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         raise _Refused(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from None
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or tensor.dtype != _DTYPES[name]:
-            raise _Refused(f"{name} is not one row of {_DTYPES[name]}")
+            raise _Refused(f"{name} is not a one-dimensional array of {_DTYPES[name]}")
     return metadata, tensors
 
 
@@ -149,7 +149,7 @@ def _facts(metadata: dict[str, str]) -> LogFacts:
         raise _Refused(f"it is not of format {_FORMAT} {_VERSION}")
     size = metadata.get("vocabulary_size", "")
     if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
-        raise _Refused("it names no vocabulary size")
+        raise _Refused("its vocabulary size is missing or invalid")
     return LogFacts(metadata.get("target_fingerprint", ""), metadata.get("vocabulary_fingerprint", ""), int(size))
 
 
@@ -159,24 +159,24 @@ def _turns(tensors: dict[str, NDArray[Any]], vocabulary_size: int) -> list[Logge
     num_entries = tensors["num_entries"].astype(np.int64)
     ids, weights = tensors["entry_ids"], tensors["entry_weights"].astype(np.int64)
     if not len(counts) or any(len(tensors[name]) != len(counts) for name in ("starts", "sessions", "temperatures")):
-        raise _Refused("its arrays do not fit together")
+        raise _Refused("its arrays of turns differ in length")
     if num_known.min() < 1 or starts.min() < 1 or counts.sum() != len(tensors["token_ids"]):
-        raise _Refused("its turns do not fit its tokens")
+        raise _Refused("its turns do not match its tokens")
     if num_known.sum() != len(num_entries) or num_entries.sum() != len(ids) or len(ids) != len(weights):
-        raise _Refused("its distributions do not fit its turns")
+        raise _Refused("its distributions do not match its turns")
     if max(int(np.max(tensors[name], initial=0)) for name in ("token_ids", "entry_ids")) >= vocabulary_size:
-        raise _Refused(f"a token is beyond its vocabulary of {vocabulary_size}")
+        raise _Refused(f"a token id is outside its vocabulary of {vocabulary_size}")
     if num_entries.max() > MAX_ENTRIES or (weights < 1).any():
-        raise _Refused("a distribution is none")
+        raise _Refused("a distribution has too many entries or an entry of weight 0")
     ends = np.concatenate([[0], np.cumsum(num_entries)])
     totals = np.concatenate([[0], np.cumsum(weights)])
     if (totals[ends[1:]] - totals[ends[:-1]]).max() > WEIGHT_TOTAL:
-        raise _Refused("a distribution is more than 1")
+        raise _Refused("a distribution sums to more than 1")
     position_of = np.repeat(np.arange(len(num_entries)), num_entries)
     if len(np.unique(position_of * vocabulary_size + ids.astype(np.int64))) != len(ids):
         raise _Refused("a distribution names a token twice")
     if not all(math.isfinite(value) and 0.0 <= value <= 100.0 for value in tensors["temperatures"].tolist()):
-        raise _Refused("a temperature is none")
+        raise _Refused("a temperature is not a number from 0 to 100")
     return _divide(tensors, counts, starts, ends)
 
 

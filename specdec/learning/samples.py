@@ -94,13 +94,16 @@ class Samples:
         self.learned: list[Row] = []
         self.held_out: list[Row] = []
         if not self._folder.is_dir():
-            raise InvalidRequest(f"--log: there is no learning log in {self._folder}", field="log")
+            raise InvalidRequest(f"--log: found no learning log in {self._folder}", field="log")
         found = self._read_new()
         self.target_fingerprint = self._target_of({facts.target_fingerprint for facts, _ in found})
         turns = self._of_target(found)
         sessions = sorted({turn.session for turn in turns})
         if len(sessions) < 2:
-            raise InvalidRequest(f"--log: {self._folder} holds one session alone: none can be held out", field="log")
+            raise InvalidRequest(
+                f"--log: {self._folder} has turns of only one session; at least two are needed, to hold one out",
+                field="log",
+            )
         self._held_out_up_to = sessions[(len(sessions) - 1) // HELD_OUT_OF]
         self._add(turns)
 
@@ -132,10 +135,12 @@ class Samples:
             raise InvalidRequest(f"--log: the learning log in {self._folder} is empty", field="log")
         if named and named not in there_are:
             raise InvalidRequest(
-                f"--target: {self._folder} holds nothing of target {named}, but of {told}", field="target"
+                f"--target: {self._folder} has no turns of target {named}, only of {told}", field="target"
             )
         if not named and len(there_are) > 1:
-            raise InvalidRequest(f"--log: {self._folder} holds words of {told}: name one by --target", field="target")
+            raise InvalidRequest(
+                f"--log: {self._folder} has turns of several targets, {told}: choose one with --target", field="target"
+            )
         return named or next(iter(there_are))
 
     def _of_target(self, found: Sequence[tuple[LogFacts, list[LoggedTurn]]]) -> list[LoggedTurn]:
@@ -143,12 +148,12 @@ class Samples:
         for facts, _ in own:
             if facts.vocabulary_fingerprint != self._vocabulary:
                 raise VocabularyMismatch(
-                    f"--log: its tokens are of vocabulary {facts.vocabulary_fingerprint}, those of what is to learn "
-                    f"from it of {self._vocabulary}"
+                    f"--log: its vocabulary has fingerprint {facts.vocabulary_fingerprint}, that of the draft to "
+                    f"train {self._vocabulary}"
                 )
             if facts.vocabulary_size > self._num_tokens:
                 raise InvalidRequest(
-                    f"--log: {self._folder} speaks of {facts.vocabulary_size} tokens, and its vocabulary has "
+                    f"--log: {self._folder} has a vocabulary of {facts.vocabulary_size} tokens, that of the draft has "
                     f"{self._num_tokens}",
                     field="log",
                 )

@@ -45,7 +45,7 @@ def load_model(model: str, flag: str = "--draft") -> PreTrainedModel:
     # Whatever a damaged checkpoint makes Transformers raise means the same to the caller.
     except Exception as error:
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise Unsupported(f"{flag}: {model} cannot be loaded to train with: {first}") from error
+        raise Unsupported(f"{flag}: {model} cannot be loaded for training: {first}") from error
     return loaded
 
 
@@ -59,7 +59,7 @@ def stored_dtype(model: str) -> torch.dtype:
 def require_new(out: Path) -> None:
     """Raises InvalidRequest where there is something already, or nothing can be."""
     if out.exists():
-        raise InvalidRequest(f"--out: {out} is there already: a version is never overwritten", field="out")
+        raise InvalidRequest(f"--out: {out} already exists; a version is never overwritten", field="out")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()

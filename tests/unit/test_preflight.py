@@ -58,22 +58,22 @@ def with_config(**values: Any) -> Callable[[Path], Path]:
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
-        (lambda folder: folder / "nowhere", InvalidRequest, "is no directory"),
+        (lambda folder: folder / "nowhere", InvalidRequest, "is not a directory"),
         (with_config(quantization_config={"quant_method": "awq"}), Unsupported, "is quantised with awq; only fp8"),
         (with_config(quantization_config=[4]), Unsupported, "is quantised with None"),
-        (lambda folder: folder / "model.safetensors", InvalidRequest, "is a file but no GGUF file"),
+        (lambda folder: folder / "model.safetensors", InvalidRequest, "is a file but not a GGUF file"),
         (without("config.json"), InvalidRequest, "has no config.json"),
         (without("tokenizer.json"), InvalidRequest, "has no tokenizer.json"),
         (without("model.safetensors"), InvalidRequest, "has no weights"),
         (with_text("config.json", "{"), InvalidRequest, "unreadable config.json"),
         (with_text("config.json", "[" * 100_000), InvalidRequest, "unreadable config.json"),
-        (with_text("config.json", "[]"), InvalidRequest, "names no model_type"),
-        (with_text("config.json", '{"model_type": ["llama"]}'), InvalidRequest, "names no model_type"),
+        (with_text("config.json", "[]"), InvalidRequest, "has no model_type"),
+        (with_text("config.json", '{"model_type": ["llama"]}'), InvalidRequest, "has no model_type"),
         (with_config(model_type="bert", architectures=["BertModel"]), Unsupported, "of type bert and an encoder"),
         (with_config(model_type="t5", is_encoder_decoder=True), Unsupported, "of type t5, which is not a decoder-only"),
         (with_config(model_type="bart", is_encoder_decoder=True), Unsupported, "of type bart and an encoder"),
         (with_config(model_type="llama9"), Unsupported, "of type llama9, which is not a decoder-only"),
-        (with_config(model_type="own", auto_map={}), Unsupported, "needs code of its own, which is never run"),
+        (with_config(model_type="own", auto_map={}), Unsupported, "needs custom code, which is never run"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_line_that_names_the_flag(
