@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from draft_service.scoring import score_of
 from specdec.engine.base import MultiStepDrafts
-from specdec.engine.drafting.device_multi_step import DeviceMultiStep
 from specdec.engine.drafting.drawing import Draft, Drawing
-from specdec.engine.drafting.greedy_multi_step import GreedyMultiStep
+from specdec.engine.drafting.multi_step import DeviceMultiStep, GreedyMultiStep
 from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, MultiStepDraft, Program
@@ -34,7 +33,7 @@ class DraftProgram(Program):
             max_noted: limit on the jobs of a step that note their top tokens; a larger step notes none, to save time.
         """
         self._drawing = Drawing(s_max=s_max, coverage=coverage, top_n=top_n)
-        self._runs = MultiStepPolicy(s_max=s_max, num_tokens=num_tokens)
+        self._policy = MultiStepPolicy(s_max=s_max, num_tokens=num_tokens)
         self._top_n = top_n
         self._max_noted = max_noted
 
@@ -59,11 +58,11 @@ class DraftProgram(Program):
         num_steps = min(
             request_of(job.call).gamma - (len(job.progress.token_ids) if job.progress else 0) for job in jobs
         )
-        if num_steps < 2 or not self._runs.may_run(jobs, kind, top_n):
+        if num_steps < 2 or not self._policy.allows(jobs, kind, top_n):
             return None
-        if kind is MultiStepDrafts.LIKELIEST:
+        if kind is MultiStepDrafts.GREEDY:
             return GreedyMultiStep(jobs, num_steps, _go_on)
-        return DeviceMultiStep(self._drawing, self._runs, jobs, num_steps, top_n, _go_on)
+        return DeviceMultiStep(self._drawing, self._policy, jobs, num_steps, top_n, _go_on)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
         """Return guesses of the next tokens; see `Drawing.guess`."""

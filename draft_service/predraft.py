@@ -161,7 +161,7 @@ class Predrafter(IdleDrafting):
         if before is not None:
             self._note_round(before, job.call.position, now_s)
         draft: Draft = job.progress
-        if len(draft.likeliest) != len(draft.token_ids):
+        if len(draft.top_token_ids) != len(draft.token_ids):
             return  # drafted in a step with too many jobs to note top tokens
         request = request_of(job.call)
         fan_out = self._fan_out_policy.choose(request.gamma)
@@ -237,7 +237,7 @@ class Predrafter(IdleDrafting):
             tree.main_branch = self._main_branch(tree, sessions)
         by_length = []
         for num_accepted, rejected in enumerate(draft.token_ids):
-            guesses = [token_id for token_id in draft.likeliest[num_accepted] if token_id != rejected]
+            guesses = [token_id for token_id in draft.top_token_ids[num_accepted] if token_id != rejected]
             by_length.append(self._branches(tree, tree.root, num_accepted, guesses, sessions))
         # The first guesses of all lengths, then the second ones, because a step may not have room for all.
         tree.branches = [branch for rank in zip_longest(*by_length) for branch in rank if branch is not None]

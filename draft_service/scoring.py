@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.core.sparse import probability
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, RowKind, row_kind

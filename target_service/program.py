@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey
 from specdec.engine.drafting.drawing import Draft, Drawing
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, Program, RowKind, row_kind

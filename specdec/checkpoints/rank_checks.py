@@ -16,7 +16,7 @@ from specdec.errors import InvalidRequest, Unsupported
 #: What refusals begin with: the flag that somebody gave.
 FLAG = "--tensor-parallel"
 
-_BACKENDS = ("auto", "eager", "captured")
+_BACKENDS = ("auto", "eager", "cuda-graphs")
 
 
 def require_supported(*, device: str, dtype: str, compile_backend: str, deterministic: bool) -> None:
@@ -38,16 +38,16 @@ def require_supported(*, device: str, dtype: str, compile_backend: str, determin
             field="compile_backend",
         )
     if device == "cpu":
-        if compile_backend == "captured":
-            raise Unsupported(f"{FLAG} with --compile-backend captured needs GPUs", field="compile_backend")
+        if compile_backend == "cuda-graphs":
+            raise Unsupported(f"{FLAG} with --compile-backend cuda-graphs needs GPUs", field="compile_backend")
         if dtype == "int8":
             raise Unsupported(f"{FLAG} supports int8 weights on GPUs only: on a CPU use float32 or bfloat16",
                               field="dtype")  # fmt: skip
         if deterministic:
-            raise Unsupported(f"{FLAG} supports --deterministic on GPUs only, because it needs captured steps",
+            raise Unsupported(f"{FLAG} supports --deterministic on GPUs only, because it needs CUDA graphs",
                               field="deterministic")  # fmt: skip
     if deterministic and compile_backend == "eager":
-        raise Unsupported(f"--deterministic with {FLAG} needs captured steps, not --compile-backend eager",
+        raise Unsupported(f"--deterministic with {FLAG} needs CUDA graphs, not --compile-backend eager",
                           field="deterministic")  # fmt: skip
     if ":" in device:
         raise InvalidRequest(f"{FLAG} gives each rank its own device: use --device cuda, not {device}", field="device")

@@ -31,6 +31,7 @@ from specdec.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.errors import SpecdecError, Unavailable
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import split_address
+from specdec.settings.base import current_backend
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, throwaway_redis
@@ -204,7 +205,7 @@ def _require_devices(args: argparse.Namespace, served: Models) -> None:
             require_supported(
                 device=device if args.ray_address else likely_device(device),  # nodes have devices of their own
                 dtype=args.settings.value(role, "dtype"),
-                compile_backend=args.settings.value(role, "compile_backend"),
+                compile_backend=current_backend(args.settings.value(role, "compile_backend")),
                 deterministic=args.settings.value(role, "deterministic"),
             )
         # Nodes of a cluster check their devices themselves, and simulated models need none.

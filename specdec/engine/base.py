@@ -114,7 +114,7 @@ class MultiStepDrafts(Enum):
     """Which steps that follow one another a worker runs by itself."""
 
     NONE = auto()
-    LIKELIEST = auto()
+    GREEDY = auto()
     """Of tokens that are each the likeliest of the step before: `Worker.draft_greedy`."""
     ANY = auto()
     """`Worker.draft`."""
@@ -124,7 +124,7 @@ class Worker(Protocol):
     """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
 
     shape: ModelShape
-    draft_runs: MultiStepDrafts = MultiStepDrafts.NONE
+    multi_step_drafts: MultiStepDrafts = MultiStepDrafts.NONE
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Runs one step.

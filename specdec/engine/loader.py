@@ -56,7 +56,7 @@ from specdec.engine.model.model_runner import ForwardPass, ModelRunner, Transfor
 from specdec.engine.model.self_check import Arithmetic, require_same, take_reference
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.runner import NativeRunner
-from specdec.engine.options import AUTO, CAPTURED, EAGER, NATIVE, CompileOptions, require_backend
+from specdec.engine.options import AUTO, CUDA_GRAPHS, EAGER, NATIVE, CompileOptions, require_backend
 from specdec.engine.torch_compile import compile_steps
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
@@ -121,7 +121,7 @@ def load_worker(
     by_rows = compiling.multiplies_rows(torch_device, is_int8=is_int8)
     if by_rows:
         require_kernel(FIELD if compiling.is_deterministic else "dtype")
-        if compiling.backend not in (AUTO, CAPTURED, EAGER):
+        if compiling.backend not in (AUTO, CUDA_GRAPHS, EAGER):
             raise Unsupported(f"dtype {dtype} on {torch_device.type} runs in captured and eager steps only",
                               field="compile_backend")  # fmt: skip
     if num_threads is not None:

@@ -19,7 +19,7 @@ EAGER = "eager"
 #: Kernels of our own (`engine.native`).
 NATIVE = "native"
 #: CUDA graphs of steps (`engine.cuda_graphs.steps`).
-CAPTURED = "captured"
+CUDA_GRAPHS = "cuda-graphs"
 #: Native on a CPU and captured on a GPU where they take the model, eager elsewhere.
 AUTO = "auto"
 
@@ -31,7 +31,7 @@ GATHERED = "gathered"
 #: Products of linear layers by our own kernel, recorded or not (`engine.linear.row_products`).
 ROWS = "rows"
 
-_BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
+_BUILT_IN = (AUTO, NATIVE, CUDA_GRAPHS, EAGER)
 
 # Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1.
 _ROW_COUNTS = (1, 2, 3, 5, 9, 17)

@@ -68,6 +68,14 @@ def split_commas(value: object) -> object:
     return value
 
 
+def current_backend(name: str) -> str:
+    """Return the name of a compile backend, translated if it is the one of an earlier release."""
+    return "cuda-graphs" if name == "captured" else name
+
+
+CompileBackend = Annotated[str, AfterValidator(current_backend)]
+"""A compile backend; "captured", the former name of "cuda-graphs", is accepted for one release."""
+
 Address = Annotated[str, AfterValidator(_required_address)]
 """HOST:PORT."""
 
@@ -152,11 +160,11 @@ class ReplicaSettings(ServiceSettings):
     """Arithmetic of the weights. On a GPU, auto follows the checkpoint. On a CPU, auto computes in float32 and keeps
     weights in 16 bits if the checkpoint stores them so: the text is that of float32, and half the memory is read."""
 
-    compile_backend: str = "auto"
+    compile_backend: CompileBackend = "auto"
     """Implementation of the model's steps: native (kernels for Llama-shaped models on a CPU, compiled at the first
-    start), captured (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, or any
+    start), cuda-graphs (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, or any
     installed backend of torch.compile, such as inductor (steps of one session, compiled at every start). auto takes
-    native on a CPU and captured on a GPU for models that they support, else eager."""
+    native on a CPU and cuda-graphs on a GPU for models that they support, else eager."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Number of processes that share one model: each holds a part of every layer, on a GPU of its own or on its share

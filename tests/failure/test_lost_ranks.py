@@ -165,7 +165,7 @@ def test_a_terminated_replica_leaves_nothing(stack: Stack) -> None:
         (("--tensor-parallel", "4", "--model", "simulated:70b-1b"), "simulated replicas have nothing to divide"),
         (
             ("--tensor-parallel", "2", "--compile-backend", "native"),
-            "auto, eager or captured, not native",
+            "auto, eager or cuda-graphs, not native",
         ),
         (("--tensor-parallel", "2", "--dtype", "int8"), "--tensor-parallel supports int8 weights on GPUs only"),
         (("--tensor-parallel", "2", "--device", "cuda:0"), "gives each rank its own device: use --device cuda, not"),

@@ -125,7 +125,7 @@ async def test_greedy_rounds_reproduce_generate_while_sessions_evict_each_other(
 
 async def test_greedy_rounds_through_captured_steps_reproduce_generate(pair):
     capture = CountedCapture()
-    compiling = CompileOptions("captured", row_counts(17), capture=capture)
+    compiling = CompileOptions("cuda-graphs", row_counts(17), capture=capture)
     outputs, _ = await _outputs(pair, together=True, predraft=Predraft.ON, compiling=compiling)
     _assert_same_but_for_ties(pair, outputs)
     assert capture.num_replays > NUM_TOKENS

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.logits.filters import FilterContext, filtered_distributions
+from specdec.engine.logits.filters import filtered_distributions
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.options import EAGER, CompileOptions
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported
@@ -214,8 +215,8 @@ def test_ranks_refuse_together_what_cannot_be_divided(rig: RankRig, tmp_path: Pa
     error = refusal("llama", {"num_attention_heads": 1, "num_key_value_heads": 1})
     assert error.message == "--tensor-parallel 2 does not divide the model's 1 attention heads"
     for options, words in (
-        ({"backend": "native"}, "--compile-backend auto, eager or captured, not native"),
-        ({"backend": "captured"}, "--tensor-parallel with --compile-backend captured needs GPUs"),
+        ({"backend": "native"}, "--compile-backend auto, eager or cuda-graphs, not native"),
+        ({"backend": "cuda-graphs"}, "--tensor-parallel with --compile-backend cuda-graphs needs GPUs"),
         ({"is_deterministic": True}, "--tensor-parallel supports --deterministic on GPUs only"),
     ):
         assert words in refusal("llama", compiling=options).message

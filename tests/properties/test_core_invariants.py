@@ -14,7 +14,8 @@ from specdec.core.random import DrawKey
 from specdec.core.reference import chain_hash, cut_support, distribution_row, filtered_distribution
 from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import draw_from_support
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, likeliest
+from specdec.engine.logits.filters import filtered_distributions, stable_topk
+from specdec.engine.logits.penalties import FilterContext
 from specdec.types import WEIGHT_TOTAL, SamplingFilters, TokenSource
 
 QUICK = settings(max_examples=80, deadline=None, derandomize=True)
@@ -114,7 +115,7 @@ def test_a_chain_hash_does_not_depend_on_how_the_tokens_were_split(tokens, data)
     num=st.integers(1, 45),
 )
 def test_the_top_tokens_are_those_of_a_stable_sort(values, num) -> None:
-    top, ids = likeliest(torch.tensor(values), num, floor=-torch.inf)
+    top, ids = stable_topk(torch.tensor(values), num, floor=-torch.inf)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :num]
     np.testing.assert_array_equal(top.numpy(), np.take_along_axis(values, order, axis=-1))
     matters = top.numpy() > -np.inf

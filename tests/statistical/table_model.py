@@ -20,7 +20,8 @@ import torch
 from specdec.core import block, rejection
 from specdec.core.coupling import verify_choices
 from specdec.core.reference import filtered_distribution
-from specdec.engine.logits.filters import FilterContext, filtered_distributions
+from specdec.engine.logits.filters import filtered_distributions
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import cut_supports, distribution_rows
 from specdec.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 

@@ -1,4 +1,4 @@
-"""Compares the kernels' coupled choices with the reference. Called by tests that load kernels of several processors."""
+"""Comparison of the kernels' coupled choices with the reference, for kernels of several kinds of processor."""
 
 from __future__ import annotations
 

@@ -79,6 +79,10 @@ def test_a_model_that_is_built_directly_does_not_look_at_the_environment(monkeyp
     assert TargetSettings(model="m").pool == "default"
 
 
+def test_the_former_name_of_the_cuda_graph_backend_is_accepted() -> None:
+    assert parse("--compile-backend", "captured").compile_backend == "cuda-graphs"
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         parse().pool = "other"  # type: ignore[misc]

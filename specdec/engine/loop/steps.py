@@ -176,14 +176,14 @@ class StepRunner:
         self, jobs: list[Job], chunks: list[StepChunk], plan: StepPlan, num_awaited: int
     ) -> MultiStepDraft | None:
         """Return a multi-step draft for these jobs; None if other calls wait, or will, for the first step."""
-        kind = self._worker.draft_runs
+        kind = self._worker.multi_step_drafts
         if kind is MultiStepDrafts.NONE or len(jobs) < len(self._calls.running) or len(jobs) < num_awaited:
             return None
         for job, chunk in zip(jobs, chunks, strict=True):
             if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1:
                 return None
         first = load_of(plan)
-        if kind is MultiStepDrafts.LIKELIEST and first.num_prefill_tokens:
+        if kind is MultiStepDrafts.GREEDY and first.num_prefill_tokens:
             return None  # it gains nothing, and would hide the time of prefill from the scheduler
         run = self._program.multi_step_draft(jobs, kind)
         if run is None or kind is MultiStepDrafts.ANY:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.options import AUTO, CAPTURED, NATIVE, CompileOptions
+from specdec.engine.options import AUTO, CUDA_GRAPHS, NATIVE, CompileOptions
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
 
@@ -42,7 +42,7 @@ def require_keepable(options: CompileOptions, device: torch.device, *, is_native
     """
     if is_native or uses_cuda_graphs:
         return
-    keeper, backend = ("native kernels", NATIVE) if device.type == "cpu" else ("captured steps", CAPTURED)
+    keeper, backend = ("native kernels", NATIVE) if device.type == "cpu" else ("captured steps", CUDA_GRAPHS)
     if options.backend not in (AUTO, backend):
         problem = f"needs {keeper}, not --compile-backend {options.backend}"
     else:

@@ -40,7 +40,7 @@ from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, ModelRunner
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
-from specdec.engine.options import CAPTURED, CompileOptions
+from specdec.engine.options import CUDA_GRAPHS, CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.leader import LeaderWorker
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
@@ -114,7 +114,7 @@ def load_rank(wanted: RankModel, ranks: RankGroup, rank_heartbeat: RankHeartbeat
     require_supported(device="cuda" if may_record else "cpu", dtype=wanted.dtype, compile_backend=compiling.backend,
                       deterministic=compiling.is_deterministic)  # fmt: skip
     # Whoever says nothing gets eager steps: no machine with two GPUs has recorded any yet.
-    is_asked_for = compiling.backend == CAPTURED or compiling.is_deterministic
+    is_asked_for = compiling.backend == CUDA_GRAPHS or compiling.is_deterministic
     uses_cuda_graphs = is_asked_for and wants_capture(compiling, ranks.device)
     if compiling.is_deterministic:
         require_keepable(compiling, ranks.device, is_native=False, uses_cuda_graphs=uses_cuda_graphs)

@@ -10,7 +10,8 @@ import torch
 from transformers.generation import logits_process as hf
 
 from specdec.core.reference import filtered_distribution, processed_logits
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.types import SamplingFilters
 

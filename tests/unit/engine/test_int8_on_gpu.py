@@ -53,9 +53,9 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    directory: Path, backend: str = "captured", capture: CountedCapture | None = None, *, self_check: bool = False
+    directory: Path, backend: str = "cuda-graphs", capture: CountedCapture | None = None, *, self_check: bool = False
 ) -> Worker:
-    if backend == "captured":
+    if backend == "cuda-graphs":
         capture = capture or CountedCapture(warms_up=False)
     compiling = CompileOptions(backend, (1, 3), capture=capture, products="rows")
     return load_worker(str(directory), device="cpu", dtype="int8", num_kv_blocks=16, compiling=compiling,

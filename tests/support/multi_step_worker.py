@@ -1,6 +1,4 @@
-"""Workers that draft by themselves, as a device and the native kernels do, and count how often they did. Called by
-tests.
-"""
+"""Workers with multi-step drafts, as on a GPU and in the native kernels, which count them. Called by tests."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from specdec.engine.base import MultiStepDrafts, StepPlan
 from tests.support.table_worker import TableWorker
 
 
-class FollowerWorker(TableWorker):
-    """Steps that follow one another: their tokens are nobody's business but the drawer's."""
+class MultiStepWorker(TableWorker):
+    """A worker with multi-step drafts whose tokens are drawn by the caller."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.draft_runs = MultiStepDrafts.ANY
+        self.multi_step_drafts = MultiStepDrafts.ANY
         self.runs: list[int] = []
-        """Steps of each run."""
+        """Number of steps of each multi-step draft."""
 
     def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
         self.runs.append(num_steps)
@@ -39,12 +37,12 @@ class FollowerWorker(TableWorker):
         return True
 
 
-class LikeliestWorker(FollowerWorker):
-    """The same with each step's likeliest token, and no other."""
+class GreedyMultiStepWorker(MultiStepWorker):
+    """A worker with greedy multi-step drafts only."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.draft_runs = MultiStepDrafts.LIKELIEST
+        self.multi_step_drafts = MultiStepDrafts.GREEDY
 
     def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         maxima: list[NDArray[np.float32]] = []

@@ -1,4 +1,4 @@
-"""Histories that grow on the device: every number is what `processed_logits` makes of the same history on the host."""
+"""Histories that grow on the device give the same logits as `processed_logits` with the same history on the host."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.logits.filters import FilterContext, processed_logits
-from specdec.engine.logits.running_history import RunningHistory
+from specdec.engine.logits.penalties import FilterContext, RunningHistory, processed_logits
 from specdec.types import SamplingFilters
 
 NUM_TOKENS = 50
@@ -38,12 +37,12 @@ def contexts_of(filters: Sequence[SamplingFilters], histories: Sequence[list[int
 
 @pytest.mark.parametrize("names", [*([name] for name in ROWS), list(ROWS)], ids=lambda names: "-".join(names[:2]))
 @pytest.mark.parametrize("num_before", [0, 30])
-def test_a_history_that_grows_on_the_device_does_what_the_same_history_does_on_the_host(
+def test_a_history_that_grows_on_the_device_gives_the_same_logits_as_on_the_host(
     names: list[str], num_before: int
 ) -> None:
     generator = torch.Generator().manual_seed(num_before)
     filters = [ROWS[name] for name in names]
-    start = num_before // 3  # of the output: what is before it counts for the repetition alone
+    start = num_before // 3  # first output position; only the repetition penalty counts earlier tokens
     drawn = torch.randint(NUM_TOKENS // 2, (num_before + 16, len(names)), generator=generator)
     drawn[num_before + 5] = drawn[num_before + 2]
     histories = [drawn[:num_before, row].tolist() for row in range(len(names))]

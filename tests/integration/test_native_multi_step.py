@@ -1,4 +1,4 @@
-"""Draft steps that the native kernels run in one call: bit for bit those of as many calls."""
+"""Multi-step drafts in one call of the native kernels equal single steps bit for bit."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def load(directory: Path, **options: object) -> Worker:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    overrides = {"head_dim": 32} if request.param == "qwen3" else {}  # the kernels take whole vectors
+    overrides = {"head_dim": 32} if request.param == "qwen3" else {}  # the kernels need whole vectors
     return build_tiny_model(request.param, tmp_path_factory.mktemp("model"), vocabulary_size=VOCABULARY_SIZE,
                             context=CONTEXT, config_overrides=overrides)  # fmt: skip
 
 
 class Sequences:
-    """Sequences with room for all steps, whose last tokens the first step is to run."""
+    """Sequences with room for all steps, whose last tokens the first step runs."""
 
     def __init__(
         self, worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...], num_steps: int = NUM_STEPS
@@ -82,7 +82,7 @@ class Sequences:
         return StepPlan(tuple(self._slice(index, start, len(tokens), 1) for index, (start, tokens) in pieces))
 
     def one_by_one(self) -> tuple[np.ndarray, np.ndarray]:
-        """As `Worker.draft_greedy` answers."""
+        """Return logits and tokens as `Worker.draft_greedy` does."""
         maxima, chosen = [], []
         for _ in range(self.num_steps):
             rows = self.worker.execute(self.plan).numpy()
@@ -97,14 +97,14 @@ class Sequences:
             tokens.append(token_id)
 
     def last_logits(self) -> np.ndarray:
-        """Of one more step, which reads what the others left in the cache."""
+        """Return the logits of one more step, which reads the KV of the others."""
         return self.worker.execute(self.plan).numpy()
 
 
 def check_run(
     worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...], num_steps: int = NUM_STEPS
 ) -> np.ndarray:
-    """Returns the tokens."""
+    """Check a multi-step draft against single steps, and return its tokens."""
     single = Sequences(worker, lengths, num_last, num_steps)
     maxima, chosen = single.one_by_one()
     expected_after = single.last_logits()
@@ -120,7 +120,7 @@ def check_run(
 
 @pytest.mark.parametrize(("num_threads", "dtype"), [(1, "float32"), (2, "int8")])
 @pytest.mark.parametrize(("lengths", "num_last"), CASES)
-def test_a_run_is_its_steps_bit_for_bit(
+def test_a_multi_step_draft_equals_its_steps_bit_for_bit(
     directory: Path, lengths: tuple[int, ...], num_last: tuple[int, ...], num_threads: int, dtype: str
 ) -> None:
     before = torch.get_num_threads()
@@ -128,18 +128,18 @@ def test_a_run_is_its_steps_bit_for_bit(
         chosen = check_run(load(directory, dtype=dtype, num_threads=num_threads), lengths, num_last)
     finally:
         torch.set_num_threads(before)
-    assert len(np.unique(chosen)) > 1  # one token over and over would hide a wrong one
+    assert len(np.unique(chosen)) > 1  # a repeated token would hide a wrong one
 
 
-def test_a_worker_takes_longer_runs_and_larger_batches_one_after_the_other(directory: Path) -> None:
+def test_a_worker_runs_longer_drafts_and_larger_batches_in_turn(directory: Path) -> None:
     worker = load(directory, num_kv_blocks=NUM_BLOCKS)
     for lengths, num_steps in (((5,), 3), ((5, 20, 33, 41), 70), ((7, 9, 11, 2, 30, 4, 5, 6), 90), ((3,), 90)):
         check_run(worker, lengths, (1,) * len(lengths), num_steps)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_of_equal_logits_the_first_token_is_taken_and_none_beyond_the_vocabulary(sign: float, tmp_path: Path) -> None:
-    """All logits are equal; the kernels' rows are longer than the vocabulary, by zeros."""
+def test_the_first_of_equal_logits_is_chosen_within_the_vocabulary(sign: float, tmp_path: Path) -> None:
+    """All logits are equal; the kernels' rows extend past the vocabulary with zeros."""
 
     def level(head: torch.Tensor) -> None:
         head[:] = sign * head[5]
@@ -148,7 +148,7 @@ def test_of_equal_logits_the_first_token_is_taken_and_none_beyond_the_vocabulary
     assert not check_run(load(change_head(model, level)), (15,), (1,)).any()
 
 
-def test_rows_of_the_head_that_are_no_token_are_not_chosen(tmp_path: Path) -> None:
+def test_rows_of_the_output_head_past_the_vocabulary_are_not_chosen(tmp_path: Path) -> None:
     def prefer_padding(head: torch.Tensor) -> None:
         head[VOCABULARY_SIZE:] = 5.0 * head[:20]
 
@@ -157,7 +157,7 @@ def test_rows_of_the_head_that_are_no_token_are_not_chosen(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("token_id", [3, VOCABULARY_SIZE - 1])
-def test_what_is_no_number_comes_before_all_others(token_id: int, tmp_path: Path) -> None:
+def test_a_nan_is_chosen_before_all_numbers(token_id: int, tmp_path: Path) -> None:
     def break_row(head: torch.Tensor) -> None:
         head[token_id] = torch.nan
 
@@ -169,34 +169,34 @@ def test_what_is_no_number_comes_before_all_others(token_id: int, tmp_path: Path
     assert (chosen == token_id).all()
 
 
-def test_a_run_stays_within_its_blocks_and_the_models_context(tmp_path: Path) -> None:
+def test_a_multi_step_draft_stays_within_its_blocks_and_the_models_context(tmp_path: Path) -> None:
     worker = load(build_tiny_model("llama", tmp_path, context=32))
     tokens, blocks = tuple(range(2, 30)), (0, 1)
     plan = StepPlan((SequenceSlice(tokens, 0, blocks, 1),))
     worker.draft_greedy(plan, 5)  # the last token is not run
     with pytest.raises(IndexError, match="context of 32"):
         worker.draft_greedy(plan, 6)
-    with pytest.raises(IndexError, match="1 blocks"):
+    with pytest.raises(IndexError, match="1 KV blocks"):
         worker.draft_greedy(StepPlan((SequenceSlice(tokens[:14], 0, (0,), 1),)), 4)
 
 
 @pytest.mark.parametrize("num_rows", [0, 2])
-def test_a_run_that_does_not_begin_with_a_row_a_slice_is_refused(num_rows: int, directory: Path) -> None:
+def test_a_multi_step_draft_without_one_logit_row_per_slice_is_refused(num_rows: int, directory: Path) -> None:
     with pytest.raises(ValueError, match="one logit row"):
         load(directory).draft_greedy(StepPlan((SequenceSlice((2, 3), 0, (0,), num_rows),)), 2)
 
 
-async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(
+async def test_a_replica_drafts_the_same_in_multi_step_drafts_as_in_single_steps(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "LONGEST_HOST_RUN_S", 1e9)  # however slow this machine is
+    monkeypatch.setattr(steps, "LONGEST_HOST_RUN_S", 1e9)  # on a slow machine, too
     drafts, runs = [], []
-    for kind in (MultiStepDrafts.LIKELIEST, MultiStepDrafts.NONE):
+    for kind in (MultiStepDrafts.GREEDY, MultiStepDrafts.NONE):
         worker = load(directory)
-        assert worker.draft_runs is MultiStepDrafts.LIKELIEST
+        assert worker.multi_step_drafts is MultiStepDrafts.GREEDY
         run = worker.draft_greedy
         monkeypatch.setattr(worker, "draft_greedy", lambda plan, num, run=run: runs.append(num) or run(plan, num))
-        worker.draft_runs = kind
+        worker.multi_step_drafts = kind
         proposer = Proposer(worker)
         tokens = [token % VOCABULARY_SIZE for token in random_tokens(5, 40)]
         for round_id, end in enumerate((20, 23, 22, 30)):
@@ -205,4 +205,4 @@ async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(
         proposer.check_integrity()
         await proposer.close()
     assert drafts[:4] == drafts[4:]
-    assert runs[1:] == [6, 6, 6]  # and perhaps the rest of the first
+    assert runs[1:] == [6, 6, 6]  # after the first, part of which may be a multi-step draft

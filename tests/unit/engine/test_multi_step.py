@@ -1,4 +1,4 @@
-"""Draft steps that follow one another on the device, with Triton's interpreter in its place: the same as one by one."""
+"""Consecutive draft steps on the device equal single steps; Triton's interpreter stands in for the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_STEPS = 5
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
-    """The interpreter takes some milliseconds for each."""
+    """Use few programs, because the interpreter takes some milliseconds for each."""
     few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(paged_attention, "Splitting", lambda: few)
@@ -54,7 +54,7 @@ def worker(model: Path) -> Worker:
 
 def load(model: Path, attention: str = "paged") -> Worker:
     compiling = CompileOptions(
-        "captured", row_counts=(1, 2), capture=CountedCapture(warms_up=False), attention=attention
+        "cuda-graphs", row_counts=(1, 2), capture=CountedCapture(warms_up=False), attention=attention
     )
     return load_worker(
         str(model), device="cpu", dtype="float32", num_kv_blocks=64, compiling=compiling, self_check=False
@@ -62,7 +62,7 @@ def load(model: Path, attention: str = "paged") -> Worker:
 
 
 class Sessions:
-    """Sequences with room for a draft, whose last tokens a step is to run."""
+    """Sequences with room for a draft, whose last tokens a step runs."""
 
     def __init__(self, worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...]) -> None:
         manager = BlockManager(64)
@@ -87,7 +87,7 @@ class Sessions:
         return StepPlan(tuple(self._slice(index, end - num, end, 1) for index, end, num in pieces))
 
     def one_by_one(self) -> list[torch.Tensor]:
-        """The logits of each step; greedy tokens."""
+        """Return the logits of each step of a greedy draft."""
         rows = []
         for _ in range(NUM_STEPS):
             rows.append(self._worker.execute(self.plan()))
@@ -113,14 +113,14 @@ CASES = [((30, 14, 1, 33), (1, 2, 1, 1)), ((15,), (1,)), ((40, 20), (7, 1))]
 
 
 @pytest.mark.parametrize(("lengths", "num_last"), CASES)
-def test_steps_that_follow_one_another_on_the_device_are_those_of_the_host(
+def test_consecutive_steps_on_the_device_equal_steps_from_the_host(
     worker: Worker, lengths: tuple[int, ...], num_last: tuple[int, ...]
 ) -> None:
     expected = Sessions(worker, lengths, num_last).one_by_one()
     sessions = Sessions(worker, lengths, num_last)
     for actual, row in zip(sessions.together(), expected, strict=True):
         torch.testing.assert_close(actual, row, rtol=0, atol=1e-5)
-    # And what they left in the cache is what a later step reads.
+    # A later step also reads what they stored in the cache.
     for tokens, row in zip(sessions.tokens, torch.stack(expected, 1), strict=True):
         tokens += row.argmax(-1).tolist()
     after = worker.execute(sessions.plan())
@@ -132,7 +132,7 @@ def test_steps_that_follow_one_another_on_the_device_are_those_of_the_host(
 @pytest.mark.parametrize(
     ("temperature", "draw_rule"), [(0.0, DrawRule.DISTRIBUTION), (0.9, DrawRule.COUPLED), (0.9, DrawRule.DISTRIBUTION)]
 )
-async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
+async def test_a_replica_drafts_the_same_in_one_multi_step_draft_as_in_single_steps(
     temperature: float, draw_rule: DrawRule, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[int] = []
@@ -143,16 +143,16 @@ async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
         return draft(plan, num_steps, draw)
 
     monkeypatch.setattr(worker, "draft", count)
-    monkeypatch.setattr(worker, "close", lambda: None)  # it serves other tests
+    monkeypatch.setattr(worker, "close", lambda: None)  # the worker serves other tests
     drafts = []
     for kind in (MultiStepDrafts.ANY, MultiStepDrafts.NONE):
-        monkeypatch.setattr(worker, "draft_runs", kind)
+        monkeypatch.setattr(worker, "multi_step_drafts", kind)
         proposer = Proposer(worker, drafting=DraftOptions(max_support=32))
         filters = SamplingFilters(temperature=temperature)
         tokens = random_tokens(5, 30)
         for round_id, end in enumerate((20, 23)):
-            asked = make_round(tokens[:end], filters=filters, draw_rule=draw_rule, seed=3, round_id=round_id)
-            proposal = await proposer.propose(ProposeRequest(asked, gamma=4))
+            position = make_round(tokens[:end], filters=filters, draw_rule=draw_rule, seed=3, round_id=round_id)
+            proposal = await proposer.propose(ProposeRequest(position, gamma=4))
             supports = [(support.token_ids.tolist(), support.weights.tolist()) for support in proposal.supports]
             drafts.append((proposal.draft_token_ids.tolist(), supports))
         await proposer.close()
@@ -160,7 +160,7 @@ async def test_a_replica_drafts_in_one_run_what_it_drafts_step_by_step(
     assert runs == [4, 4]
 
 
-def test_where_tables_are_not_on_the_device_nothing_is_run(model: Path) -> None:
+def test_multi_step_drafts_need_tables_on_the_device(model: Path) -> None:
     worker = load(model, "gathered")
     plan = Sessions(worker, (15,), (1,)).plan()
     assert not worker.draft(plan, 2, lambda index, logits: logits.argmax(-1))

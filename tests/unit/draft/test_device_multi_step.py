@@ -1,4 +1,4 @@
-"""Drafts drawn several steps at once, where the logits are: the same as one step at a time, token for token."""
+"""Multi-step drafts drawn on the device equal drafts of single steps, token for token."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from draft_service.predraft import Predrafter
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support, support_of_top
-from specdec.engine.drafting import device_multi_step, multi_step_policy
+from specdec.engine.drafting import multi_step, multi_step_policy
 from specdec.engine.logits import filters, rows
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
-from specdec.engine.logits.filters import likeliest
+from specdec.engine.logits.filters import stable_topk
 from specdec.engine.logits.rows import coupled_scores, noise_keys
 from specdec.engine.loop.job import Job
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
-from tests.support.follower_worker import FollowerWorker
+from tests.support.multi_step_worker import MultiStepWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
@@ -52,7 +52,7 @@ OF_A_HISTORY: dict[str, tuple[SamplingFilters, DrawRule]] = {
     "not to end yet": (SamplingFilters(min_new_tokens=4, end_token_ids=tuple(range(3, 20))), DrawRule.DISTRIBUTION),
     "never to end": (SamplingFilters(min_new_tokens=4, end_token_ids=tuple(range(24))), DrawRule.COUPLED),
 }  # fmt: skip
-#: What depends on how far the likeliest tokens reach.
+#: Rules whose result depends on the number of candidates.
 TOP_P_ALONE: dict[str, tuple[SamplingFilters, DrawRule]] = {
     "top-p": (SamplingFilters(top_p=0.9), DrawRule.DISTRIBUTION),
     "top-p, coupled": (SamplingFilters(temperature=1.5, top_p=0.8, repetition_penalty=1.2), DrawRule.COUPLED),
@@ -71,17 +71,17 @@ def ask(
     round_id: int = 0,
 ) -> ProposeRequest:
     sampled_by, draw_rule = rule
-    asked = make_round(
+    position = make_round(
         TOKENS[:num_tokens], filters=sampled_by, draw_rule=draw_rule, seed=seed, output_start=20, session_id=session,
         round_id=round_id,
     )  # fmt: skip
-    return ProposeRequest(asked, gamma)
+    return ProposeRequest(position, gamma)
 
 
 async def proposals(
     worker: TableWorker, requests: Sequence[ProposeRequest], max_support: int = 24
 ) -> list[Proposal | BaseException]:
-    """All of them together: none runs before the last one is here."""
+    """Propose all requests together: none runs before the last one has arrived."""
     proposer = Proposer(worker, drafting=DraftOptions(max_support=max_support))
     worker.gate.clear()
     first = asyncio.ensure_future(proposer.propose(ask(RULES["greedy"], session="first", gamma=1)))
@@ -107,25 +107,25 @@ def same(actual: Proposal | BaseException, expected: Proposal | BaseException) -
 
 
 @pytest.mark.parametrize("name", RULES)
-async def test_a_draft_of_several_steps_at_once_is_the_same_draft(name: str) -> None:
+async def test_a_multi_step_draft_equals_a_draft_of_single_steps(name: str) -> None:
     for seed in range(4):
-        request, worker = ask(RULES[name], seed=seed), FollowerWorker()
+        request, worker = ask(RULES[name], seed=seed), MultiStepWorker()
         (actual,), (expected,) = await proposals(worker, [request]), await proposals(TableWorker(), [request])
         same(actual, expected)
         assert worker.runs == [5]
 
 
-async def test_a_support_that_may_not_reach_further_ends_no_run() -> None:
-    request, worker = ask(RULES["sampled"]), FollowerWorker()
+async def test_a_support_of_maximum_size_does_not_end_a_multi_step_draft() -> None:
+    request, worker = ask(RULES["sampled"]), MultiStepWorker()
     (actual,), (expected,) = await proposals(worker, [request], 3), await proposals(TableWorker(), [request], 3)
     same(actual, expected)
     assert isinstance(actual, Proposal)
-    assert max(actual.lost_mass) > 0.01  # less is covered than should be
+    assert max(actual.lost_mass) > 0.01  # the support covers less than `coverage`
     assert (worker.runs, len(worker.steps)) == ([5], 1 + 5)
 
 
 @pytest.mark.parametrize("num_looked_at", [1, 4, 9])
-async def test_a_draft_whose_law_reaches_further_than_a_run_looks_goes_on_one_step_at_a_time(
+async def test_a_draft_that_needs_more_candidates_continues_with_single_steps(
     num_looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_at(num_looked_at, monkeypatch)
@@ -134,39 +134,39 @@ async def test_a_draft_whose_law_reaches_further_than_a_run_looks_goes_on_one_st
     for seed in range(4):
         requests = [ask(rule, num_tokens=21 + index, session=f"s{index}", seed=seed)
                     for index, rule in enumerate(rules)]  # fmt: skip
-        worker = FollowerWorker()
+        worker = MultiStepWorker()
         actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
         for one, other in zip(actual, expected, strict=True):
             same(one, other)
         num_alone.append(len(worker.steps) - 1 - sum(worker.runs))
-    assert max(num_alone) > 0  # some were drawn one step at a time, and still the same
+    assert max(num_alone) > 0  # some were drawn in single steps, with the same tokens
     assert worker.runs
 
 
 @pytest.mark.parametrize(("name", "num_runs"), [("greedy", (40, 30)), ("sampled", (5, 30)), ("top-p, coupled", (5, 8))])
-async def test_after_a_run_that_was_for_nothing_fewer_and_fewer_drafts_are_run(
+async def test_wasted_multi_step_drafts_pause_longer_and_longer(
     name: str, num_runs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_at(1, monkeypatch)
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
     for round_id in range(40):
         await proposer.propose(ask(RULES[name], gamma=2, num_tokens=21 + round_id % 30, round_id=round_id))
-    # An opportunity each; after runs those that are let pass are 1, 3, 7, 15 and then 31, which are not over.
+    # One opportunity each: the pauses after wasted drafts are 1, 3, 7, 15 and then 31, which has not ended.
     assert len(worker.runs) == num_runs[0]
     worker.runs.clear()
-    look_at(24, monkeypatch)  # which are all: a support cannot reach further, and top-p does not
+    look_at(24, monkeypatch)  # all tokens, so neither a support nor top-p needs more
     for round_id in range(40, 70):
         await proposer.propose(ask(RULES[name], gamma=2, num_tokens=21 + round_id % 30, round_id=round_id))
     assert len(worker.runs) == num_runs[1]
     await proposer.close()
 
 
-async def test_drafts_that_reach_no_further_than_their_top_k_neither_share_that_nor_end_it(
+async def test_drafts_with_a_small_top_k_neither_cause_a_pause_nor_wait_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     look_at(2, monkeypatch)
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     proposer = Proposer(worker, drafting=DraftOptions(max_support=24))
     short = (SamplingFilters(top_k=2, top_p=0.9), DrawRule.DISTRIBUTION)
     has_run = []
@@ -179,9 +179,9 @@ async def test_drafts_that_reach_no_further_than_their_top_k_neither_share_that_
 
 
 def look_at(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a first look be at so many of the likeliest tokens."""
+    """Set the number of candidates that are considered first."""
     monkeypatch.setattr(filters, "_FIRST_CANDIDATES", num_tokens)
-    for module in (rows, device_multi_step, multi_step_policy):
+    for module in (rows, multi_step, multi_step_policy):
         monkeypatch.setattr(module, "FIRST_CANDIDATES", num_tokens)
 
 
@@ -190,23 +190,23 @@ def look_at(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [[*PLAIN.values()] * 2, [*OF_A_HISTORY.values(), *TOP_P_ALONE.values(), *PLAIN.values()][:12]],
     ids=["plain", "of-a-history"],
 )
-async def test_drafts_of_all_kinds_and_lengths_are_drawn_together(
+async def test_drafts_of_all_kinds_and_lengths_share_steps(
     rules: list[tuple[SamplingFilters, DrawRule]],
 ) -> None:
     requests = [
         ask(rule, num_tokens=21 + index, gamma=5 if index else 3, session=f"s{index}", seed=index)
         for index, rule in enumerate(rules)
     ]
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
     for one, other in zip(actual, expected, strict=True):
         same(one, other)
-    assert worker.runs == [3, 2]  # as many as all of them want, then what the others want
+    assert worker.runs == [3, 2]  # as many as all of them need, then as the others need
 
 
-async def test_where_more_sessions_are_awaited_than_draft_each_step_ends_for_itself() -> None:
-    """Whoever calls while a run goes on waits for its end."""
-    worker = FollowerWorker()
+async def test_steps_are_single_while_more_sessions_are_awaited_than_draft() -> None:
+    """A call that arrives during a multi-step draft would wait for its end."""
+    worker = MultiStepWorker()
     proposer = Proposer(worker)
     for num_answered in range(3):
         assert len(worker.runs) == min(num_answered, 2)
@@ -215,22 +215,24 @@ async def test_where_more_sessions_are_awaited_than_draft_each_step_ends_for_its
     await proposer.close()
 
 
-async def test_what_the_device_did_not_foresee_costs_time_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_draws_another_token_costs_time_and_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def off_at_times(masses: torch.Tensor, ids: torch.Tensor, coverage: float, words: torch.Tensor) -> torch.Tensor:
         token_ids = support_draws(masses, ids, coverage, words)
         return torch.where(words[:, 1] % 3 == 0, (token_ids + 1) % 24, token_ids)
 
-    monkeypatch.setattr(device_multi_step, "support_draws", off_at_times)
+    monkeypatch.setattr(multi_step, "support_draws", off_at_times)
     requests = [ask(RULES["sampled"], session=f"s{index}", seed=index) for index in range(6)]
-    worker = FollowerWorker()
+    worker = MultiStepWorker()
     actual, expected = await proposals(worker, requests), await proposals(TableWorker(), requests)
     for one, other in zip(actual, expected, strict=True):
         same(one, other)
-    assert len(worker.steps) > 1 + 5  # some went on by themselves
+    assert len(worker.steps) > 1 + 5  # some continued in single steps
 
 
-async def test_logits_that_are_not_finite_fail_their_own_call_alone() -> None:
-    worker = FollowerWorker()
+async def test_logits_that_are_not_finite_fail_only_their_own_call() -> None:
+    worker = MultiStepWorker()
     requests = [ask(RULES["greedy"], num_tokens=21 + index, session=f"s{index}") for index in range(3)]
     third = worker.greedy_continuation(TOKENS[:22], 3)[2]
     worker.non_finite[third] = float("nan")
@@ -243,8 +245,8 @@ async def test_logits_that_are_not_finite_fail_their_own_call_alone() -> None:
             same(actual[index], drafted)
 
 
-async def test_a_run_that_crashes_fails_its_calls_and_the_replica_goes_on() -> None:
-    worker = FollowerWorker()
+async def test_a_crash_of_a_multi_step_draft_fails_its_calls_and_the_replica_continues() -> None:
+    worker = MultiStepWorker()
     proposer = Proposer(worker)
     worker.fail_next = RuntimeError("a kernel failed")
     with pytest.raises(Internal):
@@ -255,15 +257,15 @@ async def test_a_run_that_crashes_fails_its_calls_and_the_replica_goes_on() -> N
 
 
 @pytest.mark.parametrize("name", ["greedy", "coupled", "sampled"])
-async def test_the_likeliest_tokens_are_noted_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting ahead begins from them."""
+async def test_the_same_top_tokens_are_noted_as_in_single_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pre-drafting starts from them."""
     noted: list[list[list[int]]] = []
 
     def note(_: Predrafter, job: Job) -> None:
-        noted.append(job.progress.likeliest)
+        noted.append(job.progress.top_token_ids)
 
     monkeypatch.setattr(Predrafter, "note_answered", note)
-    for worker in (FollowerWorker(), TableWorker()):
+    for worker in (MultiStepWorker(), TableWorker()):
         options = DraftOptions(predraft=Predraft.ON, max_support=24)
         proposer = Proposer(worker, drafting=options, clock=lambda: 0.0)
         await proposer.propose(ask(RULES[name]))
@@ -280,9 +282,7 @@ def random_distributions(num_rows: int, num_tokens: int, seed: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 24, 5000])
-def test_noise_for_every_token_is_the_noise_of_those_with_mass(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_noise_equals_the_noise_of_tokens_with_mass(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.engine.logits.device_draws._CHUNK", 1 << 10)
     distributions = random_distributions(3, num_tokens, seed=num_tokens) + 1e-12
     seeds, turns, positions = [3, 1 << 63, 12], [0, 1, 5], [9, 100, 2]
@@ -294,14 +294,14 @@ def test_noise_for_every_token_is_the_noise_of_those_with_mass(
     assert dense_coupled_scores(impossible, keys[:1]).argmax() == 2
 
 
-def test_a_token_is_drawn_from_a_support_as_the_host_draws_it() -> None:
+def test_the_device_draws_from_a_support_as_the_host_does() -> None:
     distributions = random_distributions(200, 64, seed=1)
     for size, coverage in ((64, 0.99), (16, 0.99), (64, 0.5), (1, 0.99)):
-        masses, ids = likeliest(distributions, size, floor=0.0)
+        masses, ids = stable_topk(distributions, size, floor=0.0)
         words, expected = [], []
         for row in range(200):
             key = DrawKey(seed=row * 77, turn=row % 3, committed_len=row)
-            bits = key.below(1 << 62, row % 5, device_multi_step.Stream.PROPOSE) << 2
+            bits = key.below(1 << 62, row % 5, multi_step.Stream.PROPOSE) << 2
             words.append((bits >> 32, bits & 0xFFFFFFFC))
             support, _ = support_of_top(ids[row].numpy(), masses[row].numpy(), coverage)
             expected.append(draw_from_support(support, key, row % 5))
@@ -309,13 +309,13 @@ def test_a_token_is_drawn_from_a_support_as_the_host_draws_it() -> None:
         assert drawn == expected
 
 
-def test_each_token_owns_as_many_points_as_its_weight() -> None:
+def test_each_token_is_drawn_for_as_many_points_as_its_weight() -> None:
     masses, ids = torch.tensor([[0.5, 0.5]] * 2, dtype=torch.float64), torch.tensor([[9, 4]] * 2)
-    words = torch.tensor([[0x7FFFFFFF, 0xFFFFFFFF], [0x80000000, 0]])  # the last point of the first half, and the next
+    words = torch.tensor([[0x7FFFFFFF, 0xFFFFFFFF], [0x80000000, 0]])  # the last point of the first half, the next
     assert support_draws(masses, ids, 0.99, words).tolist() == [4, 9]
 
 
-def test_a_row_that_no_distribution_can_be_made_of_still_gives_a_token() -> None:
+def test_a_row_without_a_distribution_still_gives_a_token_id() -> None:
     masses, ids = torch.full((2, 4), torch.nan, dtype=torch.float64), torch.arange(8).view(2, 4)
     words = torch.tensor([[0xFFFFFFFF, 0xFFFFFFFF]] * 2)
     drawn = support_draws(masses, ids, 0.99, words)

@@ -1,7 +1,5 @@
-// The likeliest token of a row of logits.
-//
-// As NumPy's argmax says it: of equal ones the first, and what is no number counts as larger than anything. Not here:
-// what is drawn from a law (`noise.h`). Included by `step.cpp`, and called from `specdec.engine.logits.kernel_choices`.
+// Argmax of a row of logits, with the rules of NumPy's argmax: the first of equal logits wins, and the first NaN wins
+// over all numbers. Included by `step.cpp`; called through it from `specdec.engine.logits.kernel_choices`.
 
 #pragma once
 
@@ -9,8 +7,8 @@
 
 namespace {
 
-constexpr int ABREAST = 4;  // vectors that do not wait for each other
-constexpr int64_t STRETCH = 4 * ABREAST * LANES;  // numbers between two looks at all lanes
+constexpr int ABREAST = 4;                        // independent vectors, whose comparisons overlap
+constexpr int64_t STRETCH = 4 * ABREAST * LANES;  // numbers between two checks of all lanes
 
 inline bool has_any(Integers lanes) {
     int32_t any = 0;
@@ -18,10 +16,10 @@ inline bool has_any(Integers lanes) {
     return any != 0;
 }
 
-int64_t likeliest(const float* logits, int64_t num_tokens) {
+int64_t argmax(const float* logits, int64_t num_tokens) {
     const int64_t whole = num_tokens / STRETCH * STRETCH;
     Vector best[ABREAST];
-    Integers odd[ABREAST] = {};  // lanes in which something was no number
+    Integers odd[ABREAST] = {};  // lanes that met a NaN
     for (Vector& one : best) one = broadcast(-__builtin_inff());
     for (int64_t at = 0; at < whole; at += ABREAST * LANES)
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-"""Captured steps as they are meant to run, as CUDA graphs: against eager ones on the same device, and whole rounds."""
+"""Steps as CUDA graphs on a GPU: against eager steps on the same device, and whole rounds."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine: nothing was recorded"),
 ]
 CUDA = torch.device("cuda:0")
-# Between a graph's kernels and eager ones: other shapes, so other sums.
+# Tolerance between a graph's kernels and eager ones, whose other shapes give other sums.
 ATOL = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers with and without a window, heads of a size that every attention kernel takes."""
+    """Build a model with windowed and full layers and heads of a size that every attention kernel supports."""
     overrides = MIXED_LAYERS | {"head_dim": 64}
     return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=overrides)
 
 
 @pytest.mark.parametrize("attention", ["paged", "gathered"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recorded_steps_of_any_mixture_equal_eager_ones(
+def test_recorded_mixed_steps_equal_eager_steps(
     dtype: str, attention: str, mixed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
@@ -58,19 +58,19 @@ def test_recorded_steps_of_any_mixture_equal_eager_ones(
     check_ragged_steps(pair)
 
 
-def test_recorded_steps_on_the_device_equal_eager_ones_on_the_cpu(mixed: Path) -> None:
-    """And those equal Hugging Face's own forward (tests/integration/test_engine_parity.py)."""
+def test_recorded_steps_on_the_device_equal_eager_steps_on_the_cpu(mixed: Path) -> None:
+    """The eager steps equal Hugging Face's forward pass (tests/integration/test_engine_parity.py)."""
     pair = Pair(mixed, capture=CudaCapture(CUDA), device="cuda:0", atol=ATOL["float32"])
     pair.eager = load(mixed, "eager")
     tokens = random_tokens(1, 60)
-    recorded, eager = pair.captured, pair.eager
+    recorded, eager = pair.recorded, pair.eager
     for start in range(0, 60, 3):
         step = StepPlan((piece(tokens, start, start + 3, pair.tables[0], 3),))
         difference = (recorded.execute(step).cpu() - eager.execute(step)).abs().max()
         assert difference < ATOL["float32"]
 
 
-def test_nan_of_a_former_owner_reaches_nobody(mixed: Path) -> None:
+def test_nans_of_former_owners_do_not_spread(mixed: Path) -> None:
     pair = Pair(mixed, capture=CudaCapture(CUDA), device="cuda:0", dtype="bfloat16", atol=ATOL["bfloat16"])
     for table in pair.tables[1:3]:
         assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), uses_cuda_graphs=False).isnan().all()
@@ -85,10 +85,10 @@ def test_nan_of_a_former_owner_reaches_nobody(mixed: Path) -> None:
         assert pair.run(*steps)[:6].isfinite().all()
 
 
-def test_a_service_starts_with_recorded_steps_by_default(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_records_its_steps_by_default(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     load(mixed, "auto", device="cuda:0")
-    (message,) = (message for message in caplog.messages if message.startswith("captured "))
+    (message,) = (message for message in caplog.messages if message.startswith("recorded "))
     assert "with paged attention" in message
 
 
@@ -115,7 +115,7 @@ def test_a_step_that_cannot_be_recorded_leaves_the_device_usable() -> None:
 async def test_rounds_give_the_same_text_recorded_and_eagerly(temperature: float, tmp_path: Path) -> None:
     target, draft = build_tiny_pair("llama", tmp_path, seed=3)
     texts = {}
-    for backend in ("eager", "captured"):
+    for backend in ("eager", "cuda-graphs"):
         compiling = CompileOptions(backend, row_counts(9))
         proposer, verifier = (
             engine(
@@ -135,4 +135,4 @@ async def test_rounds_give_the_same_text_recorded_and_eagerly(temperature: float
         for engine in (proposer, verifier):
             engine.check_integrity()
             await engine.close()
-    assert texts["captured"] == texts["eager"]
+    assert texts["cuda-graphs"] == texts["eager"]

@@ -1,4 +1,4 @@
-"""Greedy drafts that a worker runs in one go: the same as one step at a time, and where they are not run so."""
+"""Greedy multi-step drafts equal single steps, and the cases in which steps are single."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.engine.loop.steps import LONGEST_HOST_RUN_S
 from specdec.engine.schedule.step_times import StepLoad
 from specdec.errors import Internal
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
-from tests.support.follower_worker import LikeliestWorker
+from tests.support.multi_step_worker import GreedyMultiStepWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
@@ -25,11 +25,11 @@ GREEDY = SamplingFilters(temperature=0.0)
 
 @dataclass
 class Rig:
-    """A replica whose every step takes `step_s`, and has been measured."""
+    """A replica whose steps take `step_s`, which it has measured."""
 
     step_s: float = 0.001
     token_s: float = 0.0
-    worker: TableWorker = field(default_factory=LikeliestWorker)
+    worker: TableWorker = field(default_factory=GreedyMultiStepWorker)
     options: DraftOptions = field(default_factory=DraftOptions)
     now_s: float = 0.0
     num_rounds: int = 0
@@ -59,24 +59,24 @@ class Rig:
         gamma: int = GAMMA,
     ) -> Proposal:
         self.num_rounds += 1
-        asked = make_round(TOKENS[:num_tokens], filters=filters, output_start=20, round_id=self.num_rounds,
+        position = make_round(TOKENS[:num_tokens], filters=filters, output_start=20, round_id=self.num_rounds,
                            draw_rule=draw_rule, session_id=session)  # fmt: skip
-        return await self._proposer.propose(ProposeRequest(asked, gamma))
+        return await self._proposer.propose(ProposeRequest(position, gamma))
 
     def predict_step_s(self, load: StepLoad) -> float:
         return self._proposer._engine_loop._scheduler.predict_step_s(load)
 
     @property
     def runs(self) -> list[int]:
-        assert isinstance(self.worker, LikeliestWorker)
+        assert isinstance(self.worker, GreedyMultiStepWorker)
         return self.worker.runs
 
 
 @pytest.mark.parametrize("num_end_tokens", [0, 2, 8, 20])
-async def test_a_run_drafts_what_single_steps_draft(num_end_tokens: int) -> None:
+async def test_a_multi_step_draft_equals_single_steps(num_end_tokens: int) -> None:
     filters = SamplingFilters(temperature=0.0, end_token_ids=tuple(range(3, 3 + num_end_tokens)))
     async with Rig() as rig, Rig(worker=TableWorker()) as plain:
-        for num_tokens in (21, 23, 22, 36, 37):  # 22: one that was refused
+        for num_tokens in (21, 23, 22, 36, 37):  # 22: a round that was rejected
             actual, expected = await rig.propose(filters, num_tokens), await plain.propose(filters, num_tokens)
             assert actual.draft_token_ids.tolist() == expected.draft_token_ids.tolist()
             assert (actual.kv_len, actual.supports) == (expected.kv_len, expected.supports)
@@ -93,7 +93,7 @@ async def test_a_run_drafts_what_single_steps_draft(num_end_tokens: int) -> None
         (SamplingFilters(temperature=0.0, min_new_tokens=9, end_token_ids=(5, 6, 7)), DrawRule.DISTRIBUTION),
     ],
 )
-async def test_tokens_that_are_not_the_models_likeliest_are_drawn_one_step_at_a_time(
+async def test_tokens_that_are_not_the_models_argmax_are_drawn_in_single_steps(
     filters: SamplingFilters, draw_rule: DrawRule
 ) -> None:
     async with Rig() as rig, Rig(worker=TableWorker()) as plain:
@@ -103,16 +103,16 @@ async def test_tokens_that_are_not_the_models_likeliest_are_drawn_one_step_at_a_
         assert rig.runs == []
 
 
-async def test_sessions_in_a_run_have_drafts_of_their_own_and_one_that_is_not_greedy_ends_it_for_all() -> None:
+async def test_sessions_share_a_multi_step_draft_unless_one_of_them_is_not_greedy() -> None:
     for others, num_runs in (((GREEDY, GREEDY), 1), ((GREEDY, SamplingFilters(temperature=0.9)), 0)):
         drafts = []
         async with Rig() as rig, Rig(worker=TableWorker()) as plain:
             for one in (rig, plain):
-                for index, filters in enumerate((*others, GREEDY)):  # so that each delta is short
+                for index, filters in enumerate((*others, GREEDY)):  # so that each has few new tokens
                     await one.propose(filters, 20 + index, session=f"s{index}")
                 before = len(getattr(one.worker, "runs", ()))
                 one.worker.gate.clear()
-                while one.worker.entered.acquire(blocking=False):  # by the steps before
+                while one.worker.entered.acquire(blocking=False):  # entered by the steps before
                     pass
                 first = asyncio.ensure_future(one.propose(GREEDY, 22, session="first", gamma=1))
                 await asyncio.to_thread(one.worker.entered.acquire)
@@ -128,8 +128,8 @@ async def test_sessions_in_a_run_have_drafts_of_their_own_and_one_that_is_not_gr
         assert len({tuple(draft) for draft in drafts[0]}) == 4
 
 
-async def test_runs_teach_what_their_steps_took() -> None:
-    """Steps take a millisecond, and another one a token."""
+async def test_multi_step_drafts_are_measured_for_predicted_step_times() -> None:
+    """A step takes a millisecond, plus one per token."""
     async with Rig(0.001, token_s=0.001) as rig:
         await rig.propose(num_tokens=22)
         rig.worker.steps.clear()
@@ -137,20 +137,20 @@ async def test_runs_teach_what_their_steps_took() -> None:
             await rig.propose(num_tokens=num_tokens)
         assert rig.runs
         predicted_s = rig.predict_step_s(StepLoad(num_tokens=1, num_context_tokens=40))
-        assert 0.0015 < predicted_s < 0.006  # 2 ms, rather too much
+        assert 0.0015 < predicted_s < 0.006  # 2 ms, with a margin upwards
         rig.runs.clear()
-        await rig.propose(num_tokens=60, session="new")  # a prompt, of which some blocks are known
-        assert rig.runs[:1] == [GAMMA - 1]  # after a step of its own
+        await rig.propose(num_tokens=60, session="new")  # a prompt with some known blocks
+        assert rig.runs[:1] == [GAMMA - 1]  # after a prefill step
 
 
 @pytest.mark.parametrize(("step_s", "num_runs"), [(LONGEST_HOST_RUN_S / 20, 1), (LONGEST_HOST_RUN_S / 2, 0)])
-async def test_who_comes_meanwhile_waits_for_no_long_run(step_s: float, num_runs: int) -> None:
+async def test_a_call_that_arrives_meanwhile_waits_for_no_long_multi_step_draft(step_s: float, num_runs: int) -> None:
     async with Rig(step_s) as rig:
         await rig.propose()
         assert len(rig.runs) == num_runs
 
 
-async def test_where_the_likeliest_tokens_are_noted_steps_are_single() -> None:
+async def test_steps_are_single_while_top_tokens_are_noted() -> None:
     async with Rig(options=DraftOptions(predraft=Predraft.ON)) as rig:
         await rig.propose()
         assert rig.runs == []
@@ -158,7 +158,7 @@ async def test_where_the_likeliest_tokens_are_noted_steps_are_single() -> None:
 
 async def test_logits_that_are_not_finite_fail_the_call() -> None:
     async with Rig() as rig:
-        assert isinstance(rig.worker, LikeliestWorker)
+        assert isinstance(rig.worker, GreedyMultiStepWorker)
         third = rig.worker.greedy_continuation(TOKENS[:21], 3)[2]
         rig.worker.non_finite[third] = float("nan")
         with pytest.raises(Internal):
@@ -167,7 +167,7 @@ async def test_logits_that_are_not_finite_fail_the_call() -> None:
         assert len((await rig.propose()).draft_token_ids) == GAMMA
 
 
-async def test_a_run_that_crashes_fails_its_call_and_the_replica_goes_on() -> None:
+async def test_a_crash_of_a_multi_step_draft_fails_its_call_and_the_replica_continues() -> None:
     async with Rig() as rig:
         rig.worker.fail_next = RuntimeError("a kernel failed")
         with pytest.raises(Internal):

@@ -1,4 +1,4 @@
-"""Captured steps without a device: padding, company, block tables, and what happens where capturing fails."""
+"""CUDA graphs without a GPU: padding, other rows, block tables, and failures to record."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with and without a window, whose heads native kernels do not take."""
-    unaligned = MIXED_LAYERS | {"head_dim": 22}  # no multiple of any vector
+    """Build a model with windowed and full layers and a head size that the native kernels do not support."""
+    unaligned = MIXED_LAYERS | {"head_dim": 22}  # not a multiple of any vector width
     return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=unaligned)
 
 
@@ -51,12 +51,12 @@ def pair(mixed: Path) -> Pair:
     return Pair(mixed)
 
 
-def test_steps_of_any_mixture_equal_eager_ones(pair: Pair) -> None:
+def test_mixed_steps_equal_eager_steps(pair: Pair) -> None:
     check_ragged_steps(pair)
 
 
-def test_nothing_of_a_step_is_in_its_recording(tmp_path: Path) -> None:
-    """Recordings are made of padding; replayed as a CUDA graph is, they compute whatever lies in the buffers."""
+def test_a_replay_does_not_depend_on_the_recorded_step(tmp_path: Path) -> None:
+    """Steps are recorded on padding. Replayed like a CUDA graph, they compute the content of the buffers."""
     model = build("qwen3", tmp_path, config_overrides=MIXED_LAYERS | {"max_position_embeddings": 160})
     pair = Pair(model, capture=record_on_tape, widths=(1, 3))
     one, two = random_tokens(14, 120), random_tokens(15, 120)
@@ -72,7 +72,7 @@ def test_nothing_of_a_step_is_in_its_recording(tmp_path: Path) -> None:
         pair.run(*slices)
 
 
-def test_the_tape_refuses_what_a_recording_cannot_do() -> None:
+def test_the_tape_refuses_operations_that_cannot_be_recorded() -> None:
     """Negative control."""
     numbers, output = torch.ones(3), torch.zeros(3)
     impossible: tuple[Callable[[], Any], ...] = (
@@ -96,16 +96,16 @@ def test_the_tape_refuses_what_a_recording_cannot_do() -> None:
     assert output.tolist() == [20.0] * 3
 
 
-def test_steps_no_bucket_holds_run_eagerly_and_share_the_cache(pair: Pair) -> None:
+def test_steps_that_exceed_all_buckets_run_eagerly_over_the_same_cache(pair: Pair) -> None:
     left, right = random_tokens(3, 100), random_tokens(4, 100)
     pair.run(piece(left, 0, 40, pair.tables[0], 1), piece(right, 0, 33, pair.tables[1], 1), uses_cuda_graphs=False)
     pair.run(piece(left, 40, 45, pair.tables[0], 5), piece(right, 33, 34, pair.tables[1], 1))
     pair.run(piece(left, 45, 51, pair.tables[0], 6), uses_cuda_graphs=False)
-    pair.run(*[piece(right, 34, 35, pair.tables[1], 1)] * 65, uses_cuda_graphs=False)  # nobody has 65 sequences
+    pair.run(*[piece(right, 34, 35, pair.tables[1], 1)] * 65, uses_cuda_graphs=False)  # more sequences than any bucket
     pair.run(piece(left, 51, 54, pair.tables[0], 3))
 
 
-def test_a_step_writes_its_own_slots_and_the_scratch_block_alone(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_writes_only_its_own_slots_and_the_scratch_block(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[KvCache] = []
 
     def watched(*arguments: Any, **options: Any) -> KvCache:
@@ -119,7 +119,7 @@ def test_a_step_writes_its_own_slots_and_the_scratch_block_alone(mixed: Path, mo
     for layer in cache.layers:
         layer.rows.fill_(7.0)
     tokens = random_tokens(5, 40)
-    # Three sequences in the place of four, of one and two rows in the place of three.
+    # Three sequences in a bucket of four, with one or two rows in a width of three.
     slices = (
         piece(tokens, 20, 21, (4, 9), 1),
         piece(tokens, 30, 32, (11, 3), 2),
@@ -134,9 +134,9 @@ def test_a_step_writes_its_own_slots_and_the_scratch_block_alone(mixed: Path, mo
         assert {slot for slot in changed if slot < NUM_BLOCKS * BLOCK_TOKENS} == written
 
 
-def test_a_row_is_the_same_in_any_company(pair: Pair) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(pair: Pair) -> None:
     tokens, others = random_tokens(6, 60), random_tokens(7, 600)
-    for worker in (pair.eager, pair.captured):
+    for worker in (pair.eager, pair.recorded):
         worker.execute(StepPlan((piece(tokens, 0, 40, pair.tables[1], 0),)))
         worker.execute(StepPlan((piece(others, 0, 560, pair.tables[0], 0),)))
     alone = pair.run(piece(tokens, 40, 42, pair.tables[1], 2))
@@ -145,13 +145,13 @@ def test_a_row_is_the_same_in_any_company(pair: Pair) -> None:
         torch.testing.assert_close(pair.run(*step)[1:], alone, rtol=0, atol=1e-5)
 
 
-def test_nan_of_a_former_owner_or_of_company_reaches_nobody(pair: Pair) -> None:
+def test_nans_of_former_owners_and_of_other_sequences_do_not_spread(pair: Pair) -> None:
     one, two = random_tokens(8, 60), random_tokens(9, 60)
     for table in pair.tables[1:3]:
         poisoned = pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), uses_cuda_graphs=False)
         assert poisoned.isnan().all()
     for start in range(0, 60, 3):
-        # The sequence of NaN also leaves them in padding, whose keys lie in the scratch block.
+        # The sequence of NaNs also writes them to padding, whose keys are in the scratch block.
         poison = piece([NAN_TOKEN_ID] * 60, start, start + 1, pair.tables[3], 1)
         first = piece(one, start, start + 3, pair.tables[1], 3)
         logits = pair.run(first, piece(two, start, start + 2, pair.tables[2], 2), poison)
@@ -159,7 +159,7 @@ def test_nan_of_a_former_owner_or_of_company_reaches_nobody(pair: Pair) -> None:
         pair.run(piece(two, start + 2, start + 3, pair.tables[2], 1))
 
 
-def test_what_a_worker_returned_is_not_changed_by_its_next_step(pair: Pair) -> None:
+def test_returned_logits_are_not_changed_by_the_next_step(pair: Pair) -> None:
     tokens = random_tokens(10, 20)
     first = pair.run(piece(tokens, 0, 3, pair.tables[0], 3))
     kept = first.clone()
@@ -175,44 +175,44 @@ def specdec_records(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records if record.name.startswith("specdec")]
 
 
-def test_by_default_a_capture_that_fails_is_one_warning_and_an_eager_worker(
+def test_by_default_a_failed_recording_logs_one_warning_and_steps_run_eagerly(
     mixed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", "")  # no compiler: the native kernels would be compiled first, and do not fit anyway
+    monkeypatch.setenv("PATH", "")  # without a compiler, native kernels are not compiled
     worker = load(mixed, "auto", capture=failing)
     warnings = [message for level, message in specdec_records(caplog) if level == "WARNING"]
     assert len([message for message in warnings if "captur" in message]) == 1
-    assert "operation not permitted when stream is capturing; they run eagerly" in caplog.text
+    assert "operation not permitted when stream is capturing; running eagerly" in caplog.text
     assert "much more" not in caplog.text
     step = StepPlan((piece(random_tokens(11, 3), 0, 3, (5,), 3),))
     torch.testing.assert_close(worker.execute(step), load(mixed, "eager").execute(step), rtol=0, atol=0)
 
 
-def test_by_name_a_capture_that_fails_is_one_error(mixed: Path) -> None:
-    with pytest.raises(Unsupported, match=r"cannot be captured here: operation not permitted .* capturing$") as raised:
+def test_a_failed_recording_is_an_error_if_the_backend_is_named(mixed: Path) -> None:
+    with pytest.raises(Unsupported, match=r"CUDA graphs failed: operation not permitted .* capturing$") as raised:
         load(mixed, capture=failing)
     assert raised.value.field == "compile_backend"
 
 
-def test_by_name_captured_steps_need_a_cuda_device(mixed: Path) -> None:
-    with pytest.raises(Unsupported, match="captured steps need a CUDA device, not cpu") as raised:
+def test_the_named_backend_needs_a_cuda_device(mixed: Path) -> None:
+    with pytest.raises(Unsupported, match="CUDA graphs need a CUDA device, not cpu") as raised:
         load(mixed)
     assert raised.value.field == "compile_backend"
 
 
-def test_a_model_of_another_shape_is_refused_by_name_and_runs_eagerly_by_default(
+def test_other_models_are_refused_by_the_named_backend_and_run_eagerly_by_default(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     model = build_tiny_model("gpt2", tmp_path, num_layers=1)
-    with pytest.raises(Unsupported, match="type gpt2 has no captured steps"):
+    with pytest.raises(Unsupported, match="type gpt2 cannot run as CUDA graphs"):
         load(model, capture=CountedCapture())
     worker = load(model, "auto", capture=CountedCapture())
-    assert "type gpt2 has no captured steps: it runs eagerly" in caplog.text
+    assert "type gpt2 cannot run as CUDA graphs; running eagerly" in caplog.text
     assert worker.execute(StepPlan((piece([2, 3], 0, 2, (5,), 2),))).shape == (2, 256)
 
 
-def test_what_finds_no_memory_stays_eager_and_the_rest_is_captured(
+def test_buckets_without_memory_stay_eager_and_the_others_are_recorded(
     mixed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
@@ -221,33 +221,33 @@ def test_what_finds_no_memory_stays_eager_and_the_rest_is_captured(
 
     def cramped(step: Callable[[], None]) -> Callable[[], None]:
         attempts.append(step)
-        if len(attempts) <= 6:  # the six of 64 sequences
+        if len(attempts) <= 6:  # the six buckets of 64 sequences
             raise torch.OutOfMemoryError("no room")
         return direct(step)
 
     pair = Pair(mixed)
-    pair.captured, pair.capture = load(mixed, capture=cramped), direct
-    assert f"captured {len(attempts) - 6} of {len(attempts)} step graphs with gathered attention" in caplog.text
+    pair.recorded, pair.capture = load(mixed, capture=cramped), direct
+    assert f"recorded {len(attempts) - 6} of {len(attempts)} CUDA graphs with gathered attention" in caplog.text
     one = piece(random_tokens(12, 1), 0, 1, pair.tables[0], 1)
     pair.run(*[one] * 32)
     pair.run(*[one] * 33, uses_cuda_graphs=False)
 
 
-def test_capturing_shows_its_progress(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recording_logs_its_progress(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     load(mixed, capture=CountedCapture())
     shown = [record.progress for record in caplog.records if hasattr(record, "progress")]
     assert shown == [f"{part}/7" for part in range(1, 8)]
 
 
-def test_without_triton_blocks_are_gathered_and_one_warning_says_so(
+def test_without_triton_attention_is_gathered_after_one_warning(
     mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     monkeypatch.setitem(sys.modules, "triton", None)
     pair = Pair(mixed, attention="paged")
     (warning,) = (message for level, message in specdec_records(caplog) if level == "WARNING")
-    assert warning.startswith("paged attention does not run here: ")
+    assert warning.startswith("paged attention failed its trial: ")
     assert "triton" in warning
     assert "with gathered attention" in caplog.text
     pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))

@@ -1,4 +1,4 @@
-"""Captured steps through the kernels of paged attention, in Triton's interpreter, and what they are tried for first."""
+"""CUDA graphs with the paged attention kernels in Triton's interpreter, and the trial of the kernels."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With and without a window."""
+    """Build a model with windowed and full layers."""
     return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=MIXED_LAYERS)
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes some milliseconds for each: one a tile and KV head. Splits have tests of their own."""
+    """Use one program per tile and KV head: the interpreter takes milliseconds for each. Other tests cover splits."""
     few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
     monkeypatch.setattr(module, "Splitting", lambda: few)
     monkeypatch.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
@@ -59,29 +59,29 @@ def counted() -> CountedCapture:
     return CountedCapture(warms_up=False)
 
 
-def test_steps_through_the_kernels_equal_eager_ones(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_with_the_kernels_equal_eager_steps(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     pair = Pair(mixed, capture=counted(), attention="paged")
-    # Of all contexts: 1, 2, 4 ... 64 sequences of 1, 3 and 5 rows.
-    assert "captured 21 of 21 step graphs with paged attention" in caplog.text
+    # One graph for all contexts: 1, 2, 4 ... 64 sequences of 1, 3 and 5 rows.
+    assert "recorded 21 of 21 CUDA graphs with paged attention" in caplog.text
     check_ragged_steps(pair, num_steps=4)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-def test_nan_of_a_former_owner_or_of_company_reaches_nobody(mixed: Path) -> None:
+def test_nans_of_former_owners_and_of_other_sequences_do_not_spread(mixed: Path) -> None:
     pair = Pair(mixed, capture=counted(), attention="paged")
     for table in pair.tables[1:3]:
         assert pair.run(piece([NAN_TOKEN_ID] * 90, 0, 90, table, 1), uses_cuda_graphs=False).isnan().all()
     one, two = random_tokens(8, 60), random_tokens(9, 60)
     pair.run(piece(one, 0, 12, pair.tables[1], 1), piece(two, 0, 12, pair.tables[2], 1), uses_cuda_graphs=False)
-    for start in range(12, 18, 3):  # across the end of a page
+    for start in range(12, 18, 3):  # across the end of a block
         poison = piece([NAN_TOKEN_ID] * 60, start, start + 1, pair.tables[3], 1)
         first = piece(one, start, start + 3, pair.tables[1], 3)
         assert pair.run(first, piece(two, start, start + 3, pair.tables[2], 2), poison)[:5].isfinite().all()
 
 
-def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded of padding."""
+def test_a_replay_does_not_depend_on_the_recorded_step(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded on padding."""
     monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 2))
     with kernels_on_tape():
         pair = Pair(mixed, capture=record_on_tape, widths=(1, 3), attention="paged")
@@ -97,14 +97,14 @@ def test_nothing_of_a_step_is_in_its_recording(mixed: Path, monkeypatch: pytest.
             pair.run(*slices)
 
 
-def test_steps_that_no_recording_holds_take_the_kernels_too_and_neither_gather_nor_mask(
+def test_steps_that_no_graph_holds_use_the_kernels_without_gathering_or_masking(
     mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.engine.cuda_graphs.ragged_steps._MOST_ROWS", 16)  # a chunk takes several launches
     pair = Pair(mixed, capture=counted(), attention="paged")
     one, two = random_tokens(16, 80), random_tokens(17, 40)
     pair.run(piece(one, 0, 40, pair.tables[0], 1), uses_cuda_graphs=False)
-    # A chunk behind a prefix, a prompt from its first token on, a draft step.
+    # A chunk behind a prefix, a prompt from its first token, a draft step.
     mixture = StepPlan((
         piece(one, 40, 61, pair.tables[0], 2), piece(two, 0, 18, pair.tables[1], 0), piece(two, 0, 1, pair.tables[2], 1)
     ))  # fmt: skip
@@ -115,7 +115,7 @@ def test_steps_that_no_recording_holds_take_the_kernels_too_and_neither_gather_n
 
     with monkeypatch.context() as patched:
         patched.setattr("specdec.engine.model.model_runner.build_batch", laid_out)
-        actual = pair.captured.execute(mixture)
+        actual = pair.recorded.execute(mixture)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     pair.run(piece(one, 61, 66, pair.tables[0], 5), piece(two, 18, 19, pair.tables[1], 1))
 
@@ -131,7 +131,7 @@ def window_off_by_one(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def without_tables(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Blocks are read one after the other."""
+    """Ignore the block table and read consecutive blocks."""
     query, layer, kind, rows = args
     in_order = torch.arange(len(rows.tables)) % len(layer.blocks)
     return paged_attention(query, layer, kind, RaggedRows(rows.first_rows, rows.lengths, in_order, rows.table_firsts),
@@ -143,42 +143,44 @@ def failing(*_: Any, **__: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wrong", [lengths_off_by_one, window_off_by_one, without_tables])
-def test_kernels_that_compute_something_else_are_found_out(
+def test_the_trial_finds_kernels_with_wrong_results(
     wrong: Callable[..., torch.Tensor], mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Negative control of the trial."""
     caplog.set_level(logging.INFO, logger="specdec")
     monkeypatch.setattr(module, "paged_attention", wrong)
     load(mixed, capture=counted(), attention="paged")
-    assert re.search(r"paged attention is off by [0-9.einf]+ here and is not used; steps gather", caplog.text)
+    assert re.search(
+        r"paged attention differs from gathered attention by [0-9.einf]+, limit 0.05; using gathered", caplog.text
+    )
     assert "with gathered attention" in caplog.text
 
 
-def test_kernels_that_do_not_run_are_one_warning_and_gathered_attention(
+def test_kernels_that_fail_to_run_log_one_warning_and_attention_is_gathered(
     mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     monkeypatch.setattr(module, "paged_attention", failing)
     pair = Pair(mixed, capture=counted(), attention="paged")
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert warning.startswith("paged attention does not run here: ptxas fatal: no such architecture; steps gather")
+    assert warning.startswith("paged attention failed its trial: ptxas fatal: no such architecture; using gathered")
     assert "with gathered attention" in caplog.text
     pair.run(piece(random_tokens(13, 5), 0, 5, pair.tables[1], 5))
 
 
-def test_on_a_cpu_nothing_is_tried(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_uses_gathered_attention_without_a_trial(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
     load(mixed, capture=counted())
     assert "with gathered attention" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_model_writes_the_greedy_text_of_eager_steps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_bfloat16(monkeypatch)
     monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1,))
     demo = Path(__file__).parents[3] / "models" / "demo" / "draft"
     texts = {}
-    for backend in ("eager", "captured"):
+    for backend in ("eager", "cuda-graphs"):
         capture = counted()
         compiling = CompileOptions(backend, row_counts=(1,), capture=capture, attention="paged")
         worker = load_worker(
@@ -190,5 +192,5 @@ def test_the_greedy_text_of_a_trained_model_is_that_of_eager_steps(dtype: str, m
             done = len(tokens)
             tokens.append(int(logits[0].argmax()))
         texts[backend] = tokens
-    assert capture.num_replays >= 19  # and the trials
-    assert texts["captured"] == texts["eager"]
+    assert capture.num_replays >= 19  # and those of the trials
+    assert texts["cuda-graphs"] == texts["eager"]
