@@ -1,11 +1,11 @@
-"""The learning log's files: what the target said of users' text, for drafts to be trained on.
+"""Read and write the files of the learning log: the target's distributions on users' text, used to train drafts.
 
-A segment is one safetensors file: the tokens of some turns, one after the other, and of each output token the target's
-distribution as its round learned it: the likeliest entries, as shares of 2^31; what is missing to 2^31 is the rest. No
-segment is a pickle, and none is believed before all of it is checked: whoever can write here could train a draft.
+A segment is one safetensors file. It holds the tokens of several turns, one after the other, and for each output token
+the target's distribution as its round recorded it: the top entries, with integer weights out of 2^31. The weight
+missing to 2^31 is the tail mass. A process that can write to the log can influence a trained draft, so segments are
+never pickles, and the reader checks every value before it returns any.
 
-Not here: who writes them and how long they are kept (`coordinator.learning`), what is made of them
-(`specdec.learning`).
+`coordinator.learning` writes and deletes segments; `samples` reads them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specdec.types import WEIGHT_TOTAL, TokenIds
 
 SUFFIX = ".safetensors"
 
-#: Entries of a distribution that are kept: what lies beyond the likeliest ones is the rest.
+#: Maximum number of top entries that are kept of a distribution. Other tokens go into the tail mass.
 MAX_ENTRIES = 64
 
-#: A segment is no longer than this, whoever wrote it.
+#: Maximum size of a segment. Larger files are refused without being read.
 MAX_SEGMENT_BYTES = 64 << 20
 
 _FORMAT = "specdec-learning-log"
@@ -44,46 +44,46 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:
-    """Whose words a segment holds."""
+    """The target model and the vocabulary of a segment."""
 
     target_fingerprint: str
-    """Of the model that said them."""
+    """Fingerprint of the target that computed the distributions."""
     vocabulary_fingerprint: str
     vocabulary_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedTurn:
-    """A part of a session, of whose end the target's distributions are known."""
+    """A part of a session with the target's distributions of the tokens at its end."""
 
     session: int
-    """A hash of the session's id: turns of one session have the same."""
+    """Hash of the session's id; equal for all turns of a session."""
     temperature: float
-    """That the distributions were made with; 0: greedy."""
+    """Temperature of the distributions; 0: greedy."""
     token_ids: TokenIds
-    """uint32 [N], what came before included."""
+    """uint32 [N]: tokens of the turn, with the context before it."""
     start: int
-    """Index of the first token whose distribution is known; below N."""
+    """Index of the first token whose distribution is known; less than N."""
     num_entries: NDArray[np.uint8]
-    """uint8 [N - start], at most `MAX_ENTRIES`."""
+    """uint8 [N - start]: number of entries of each distribution, at most `MAX_ENTRIES`."""
     entry_ids: TokenIds
-    """uint32 [sum of num_entries], those of one token different."""
+    """uint32 [sum of num_entries]: token ids of the entries, distinct within a distribution."""
     entry_weights: NDArray[np.uint32]
-    """uint32 beside the ids, above 0; those of one token sum to 2^31 at most."""
+    """uint32 [sum of num_entries]: weights of the entries, above 0 and at most 2^31 in total per distribution."""
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory and in a file."""
+        """Approximate size in memory and in a file."""
         return 4 * len(self.token_ids) + 8 * len(self.entry_ids) + len(self.num_entries)
 
 
 def tenant_folder(log: Path, tenant: str) -> Path:
-    """Where a tenant's segments lie: a folder for each, whose name no tenant can turn into another place."""
+    """Return the folder of a tenant's segments. The tenant's name is checked, so it cannot lead to another folder."""
     return log / f"tenant-{check_tenant(tenant)}"
 
 
 def encode_segment(facts: LogFacts, turns: Sequence[LoggedTurn]) -> bytes:
-    """A segment's file; `turns` are one at least."""
+    """Return the content of a segment's file; `turns` must not be empty."""
     tensors = {
         "token_ids": np.concatenate([turn.token_ids for turn in turns]),
         "num_tokens": [len(turn.token_ids) for turn in turns],
@@ -105,11 +105,11 @@ def encode_segment(facts: LogFacts, turns: Sequence[LoggedTurn]) -> bytes:
 
 
 def read_segment(path: Path) -> tuple[LogFacts, list[LoggedTurn]]:
-    """Reads one segment.
+    """Read one segment.
 
     Raises:
-        InvalidRequest: it is none, is damaged, or says what cannot be; the message names the file.
-        FileNotFoundError: it is gone: its time was over.
+        InvalidRequest: the file is not a segment, is damaged or has impossible values. The message names the file.
+        FileNotFoundError: the segment was deleted because it expired.
     """
     if path.stat().st_size > MAX_SEGMENT_BYTES:
         raise InvalidRequest(f"{path} is not a learning log segment: it has more than {MAX_SEGMENT_BYTES} bytes")
@@ -122,7 +122,7 @@ def read_segment(path: Path) -> tuple[LogFacts, list[LoggedTurn]]:
 
 
 class _Refused(Exception):
-    """Why a file is not believed."""
+    """Reason for which a file is refused."""
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:

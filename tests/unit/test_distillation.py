@@ -188,7 +188,7 @@ def test_a_log_that_says_nothing_for_the_draft_is_refused_in_one_line(tmp_path: 
     refused("has fingerprint words, that of the draft to train others", vocabulary="others")
     refused("has no turns of target gone, only of target", target="gone")
     write(tmp_path, "c", turn(3), facts=LogFacts("another", "words", 50))
-    refused("words of another and target: name one by --target")
+    refused("turns of several targets, another and target: choose one with --target")
     Samples(tmp_path, "default", "words", 50, "target")
     write(tmp_path, "c", turn(3), facts=LogFacts("target", "words", 51))
     refused("has a vocabulary of 51 tokens, that of the draft has 50")

@@ -70,7 +70,7 @@ def with_config(**values: Any) -> Callable[[Path], Path]:
         (with_text("config.json", "[]"), InvalidRequest, "has no model_type"),
         (with_text("config.json", '{"model_type": ["llama"]}'), InvalidRequest, "has no model_type"),
         (with_config(model_type="bert", architectures=["BertModel"]), Unsupported, "of type bert, which is an encoder"),
-        (with_config(model_type="t5", is_encoder_decoder=True), Unsupported, "of type t5, which is not a decoder-only"),
+        (with_config(model_type="t5", is_encoder_decoder=True), Unsupported, "of type t5, which is not a supported"),
         (with_config(model_type="bart", is_encoder_decoder=True), Unsupported, "of type bart, which is an encoder"),
         (with_config(model_type="llama9"), Unsupported, "of type llama9, which is not a supported decoder-only"),
         (with_config(model_type="own", auto_map={}), Unsupported, "needs custom code, which is never run"),

@@ -40,7 +40,7 @@ def test_a_whole_file_passes_and_no_beginning_of_it_does(tmp_path: Path) -> None
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         assert "a damaged model.safetensors" in refusal_of(tmp_path)
-    assert f"it has {len(whole) - 1} bytes of {len(whole)}" in refusal_of(tmp_path)
+    assert f"it has {len(whole) - 1} of {len(whole)} bytes" in refusal_of(tmp_path)
 
 
 @pytest.mark.parametrize(

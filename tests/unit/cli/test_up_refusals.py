@@ -65,7 +65,7 @@ def test_a_truncated_model_is_refused_with_both_lengths(
     code, line = refused(capsys, "--target", str(tmp_path))
     assert code == 1
     assert (
-        f"--target: model {str(tmp_path)!r} has a damaged model.safetensors: it has {size // 2} bytes of {size}" in line
+        f"--target: model {str(tmp_path)!r} has a damaged model.safetensors: it has {size // 2} of {size} bytes" in line
     )
 
 
