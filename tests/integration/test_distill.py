@@ -92,7 +92,7 @@ def test_a_draft_that_did_not_get_better_is_not_written(folder: Path, tmp_path: 
 
 def test_a_version_is_never_overwritten_and_nothing_is_left_of_one_that_fails(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    with pytest.raises(InvalidRequest, match=r"--out: .*new is there already"):
+    with pytest.raises(InvalidRequest, match=r"--out: .*new already exists"):
         distill(asked(folder, tmp_path / "new"))
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"--out: .*file cannot be written"):
