@@ -14,7 +14,7 @@ from pathlib import Path
 
 from one_machine import print_answer, with_system
 
-from bench.real_models import smollm2
+from bench.real_models import SMOLLM2
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
 from specdec.client import ChatMessage, Client
@@ -26,7 +26,7 @@ MAX_NEW_TOKENS = 64
 
 def main() -> int:
     try:
-        model = smollm2()
+        model = SMOLLM2.path()
         print(f"{model.name}: converting it the first time, then starting target and coordinator …", flush=True)
         checkpoint = locate_checkpoint(model)
     except (FileNotFoundError, SpecdecError) as error:
