@@ -30,7 +30,7 @@ class HttpServer(PeerServer):
 
     def _listen_on(self, port: int) -> list[str]:
         """Remember the port and return the flags that make the server listen on it."""
-        self._port = port
+        self.port = port
         return ["--host", "127.0.0.1", "--port", str(port)]
 
     async def _wait_until_ready(self) -> None:
@@ -39,7 +39,7 @@ class HttpServer(PeerServer):
 
     async def _is_healthy(self) -> bool:
         try:
-            return await get_status(self._port, "/health") == 200
+            return await get_status(self.port, "/health") == 200
         except (OSError, asyncio.IncompleteReadError):
             return False
 
@@ -49,7 +49,7 @@ class HttpServer(PeerServer):
 
     async def _stream(self, prompt: list[int], num_tokens: int, began_s: float) -> Answer:
         clock = AnswerClock(began_s)
-        async for event in stream_events(self._port, self._path, self._request(prompt, num_tokens)):
+        async for event in stream_events(self.port, self._path, self._request(prompt, num_tokens)):
             clock.take(self._token_ids(event))
         return clock.answer(num_tokens)
 

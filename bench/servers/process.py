@@ -99,13 +99,17 @@ class PeerServer(ABC):
             await self._process.wait()
             self._log.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def cpu_s(self) -> float:
         """Return the processor seconds used so far."""
-        return process_tree.cpu_s(self._process.pid)
+        return process_tree.cpu_s(self.pid)
 
     def pss_bytes(self) -> int:
         """Return the memory in use."""
-        return process_tree.pss_bytes(self._process.pid)
+        return process_tree.pss_bytes(self.pid)
 
     def _stdout(self) -> object:
         """Return where the standard output goes: by default beside the errors."""
