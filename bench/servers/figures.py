@@ -34,8 +34,8 @@ class Batch:
         return tokens_per_s(self.answers)
 
     @property
-    def cpu_ms_per_token(self) -> float:
-        return self.cpu_s * 1e3 / sum(len(answer.token_ids) for answer in self.answers)
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
 
 
 def batch_rows(row: MakeRow, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
@@ -49,7 +49,10 @@ def batch_rows(row: MakeRow, batches: Mapping[str, Sequence[Batch]]) -> list[Row
             "ttft_ms_p50": (float(np.median(ttft_ms)), "ms"),
             "tpot_ms_p50": (float(np.median(tpot_ms)), "ms"),
             "tpot_ms_p99": (float(np.quantile(tpot_ms, 0.99)), "ms"),
-            "cpu_ms_per_token": (float(np.median([batch.cpu_ms_per_token for batch in done])), "ms"),
+            "cpu_ms_per_token": (
+                sum(batch.cpu_s for batch in done) * 1e3 / sum(batch.num_tokens for batch in done),
+                "ms",
+            ),
         }
         rows += [row(system=name, metric=key, value=value, unit=unit) for key, (value, unit) in figures.items()]
     return rows
@@ -88,13 +91,18 @@ def text_rows(row: MakeRow, name: str, reference: str, matches: Counter[Match], 
 
 
 def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return specdec against each peer of the same kind of decoding, and with drafts against without."""
-    pairs = []
-    for suffix in (DRAFTED, ALONE):
-        ours = SPECDEC + suffix
-        pairs += [(ours, name) for name in names if name.endswith(suffix) and name != ours and ours in names]
-    both = (SPECDEC + DRAFTED, SPECDEC + ALONE)
-    return pairs + [both] * (set(both) <= set(names))
+    """Return each of specdec's systems against each peer of the same decoding, and drafted against alone."""
+    ours = [name for name in names if name.startswith(SPECDEC)]
+    peers = [name for name in names if name not in ours]
+    pairs = [
+        (name, peer)
+        for suffix in (DRAFTED, ALONE)
+        for name in ours
+        for peer in peers
+        if name.endswith(suffix) and peer.endswith(suffix)
+    ]
+    both = [(name, name.removesuffix(DRAFTED) + ALONE) for name in ours if name.endswith(DRAFTED)]
+    return pairs + [pair for pair in both if pair[1] in ours]
 
 
 def _ratio_row(row: MakeRow, batches: Mapping[str, Sequence[Batch]], system: str, other: str) -> Row:

@@ -4,12 +4,15 @@ One asyncio client sends prompts as token ids and reads streamed answers: over g
 and llama.cpp, over a pipe from Transformers. All servers get the same weights, prompts, threads and number of greedy
 tokens, with a draft model (`_drafted`) and without (`_alone`). They take turns on every batch, in an order that is
 reversed every time, and no prompt is sent twice to a server. specdec chooses gamma itself; the others draft four tokens
-a round. In float32 every text must be Transformers' own, ties aside. A server that does not start is left out with its
-reason. `make peers` prepares vLLM and llama.cpp, `make demo-pair` the Qwen pair.
+a round. The demo pair runs on all servers at once; the Qwen pair, which takes 8 GB in float32, on specdec and one peer
+at a time, beside llama.cpp's 4-bit weights also as `specdec_int8`. In float32 every text must be Transformers' own, ties
+aside. A server that does not start is left out with its reason. `make peers` prepares vLLM and llama.cpp, `make
+demo-pair` the Qwen pair.
 """
 
 import argparse
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,9 +21,10 @@ from bench.rows import Row
 from bench.servers.figures import SPECDEC
 from bench.servers.pair_run import PairRun
 from bench.servers.served_pairs import demo_pair, qwen_pair
-from bench.servers.systems import KINDS, System
+from bench.servers.systems import LLAMA, SPECDEC_INT8, TRANSFORMERS, VLLM, System
 
 SUITE = "peers"
+PEERS = (VLLM, LLAMA, TRANSFORMERS)
 PEERS_FOLDER = Path(__file__).resolve().parents[2] / ".peers"
 
 
@@ -39,7 +43,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, asyncio.Runner() as runner:
         if arguments.pair != "qwen":
-            together = [System(kind, drafts) for drafts in (True, False) for kind in KINDS]
+            together = [System(kind, drafts) for drafts in (True, False) for kind in (SPECDEC, *PEERS)]
             rows += PairRun(SUITE, runner, demo_pair(Path(folder)), arguments).rows([together])
         if arguments.pair != "demo":
             try:
@@ -48,10 +52,13 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             except FileNotFoundError as error:
                 if arguments.pair == "qwen":
                     raise SystemExit(f"error: {error}") from None
+                print(f"the Qwen pair is left out: {error}", file=sys.stderr)
                 return rows
             # One peer at a time: all at once would need 40 GB.
             by_peer = [
-                [System(SPECDEC, drafts), System(kind, drafts)] for kind in KINDS[1:] for drafts in (True, False)
+                [System(kind, drafts) for kind in (SPECDEC, *[SPECDEC_INT8] * (peer == LLAMA), peer)]
+                for peer in PEERS
+                for drafts in (True, False)
             ]
             rows += PairRun(SUITE, runner, pair, arguments).rows(by_peer)
     return rows

@@ -13,8 +13,8 @@ from bench.servers.served_pairs import ServedPair
 from bench.servers.specdec_server import SpecdecServer
 from bench.servers.transformers_server import TransformersServer
 
+SPECDEC_INT8 = f"{SPECDEC}_int8"
 VLLM, LLAMA, TRANSFORMERS = "vllm", "llama.cpp", "transformers"
-KINDS = (SPECDEC, VLLM, LLAMA, TRANSFORMERS)
 
 
 class System(NamedTuple):
@@ -36,8 +36,9 @@ def make_server(system: System, pair: ServedPair, peers: Path) -> PeerServer:
     """
     models = (pair.target, pair.draft if system.drafts else None)
     checkpoints = [model and model.checkpoint for model in models]
-    if system.kind == SPECDEC:
-        return SpecdecServer(system.name, *(model and model.served for model in models), pair.dtype)
+    if system.kind in (SPECDEC, SPECDEC_INT8):
+        dtype = "int8" if system.kind == SPECDEC_INT8 else pair.dtype
+        return SpecdecServer(system.name, *(model and model.served for model in models), dtype)
     if system.kind == TRANSFORMERS:
         return TransformersServer(system.name, *checkpoints, pair.dtype)
     program = peers / ("vllm/bin/python" if system.kind == VLLM else "llama.cpp/llama-server")
