@@ -84,7 +84,7 @@ def text_rows(row: MakeRow, name: str, reference: str, matches: Counter[Match], 
         row(system=name, metric="texts_equal", value=matches[Match.EQUAL], unit=unit, ratio_to=reference),
         row(system=name, metric="texts_tied", value=matches[Match.TIED], unit=unit, ratio_to=reference),
         row(
-            system=name, metric="texts_equal_or_tied_share", value=right, unit="share", ratio_to=reference,
+            system=name, metric="texts_same", value=right, unit="share", ratio_to=reference,
             required=required,
         ),
     ]  # fmt: skip

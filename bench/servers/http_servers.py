@@ -63,7 +63,10 @@ class HttpServer(PeerServer):
 
 
 class VllmServer(HttpServer):
-    """vLLM's OpenAI-compatible server on a CPU."""
+    """vLLM's OpenAI-compatible server on a CPU.
+
+    Its first start compiles the models for minutes; later ones find the compiled code in vLLM's own cache.
+    """
 
     _path = "/v1/completions"
 

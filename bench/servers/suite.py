@@ -5,8 +5,8 @@ and llama.cpp, over a pipe from Transformers. All servers get the same weights, 
 tokens, with a draft model (`_drafted`) and without (`_alone`). They take turns on every batch, in an order that is
 reversed every time, and no prompt is sent twice to a server. specdec chooses gamma itself; the others draft four tokens
 a round. The demo pair runs on all servers at once; the Qwen pair, which takes 8 GB in float32, on specdec and one peer
-at a time, beside llama.cpp's 4-bit weights also as `specdec_int8`. In float32 every text must be Transformers' own, ties
-aside. A server that does not start is left out with its reason. `make peers` prepares vLLM and llama.cpp, `make
+at a time, beside llama.cpp's 4-bit weights also as `specdec_int8`. In float32 every text must be Transformers' own,
+ties aside. A server that does not start is left out with its reason. `make peers` prepares vLLM and llama.cpp, `make
 demo-pair` the Qwen pair.
 """
 
