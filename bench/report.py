@@ -41,6 +41,8 @@ def waiting(label: str) -> Iterator[None]:
     console = Console(stderr=True)
     if not console.is_terminal:
         console.print(f"{label} …", highlight=False)
+        yield
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         bar.add_task(label, total=None)

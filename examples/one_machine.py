@@ -60,9 +60,10 @@ class TransformersPeer:
         """Load a model and, for assisted generation, its draft."""
         import torch
         from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
         disable_progress_bar()
+        set_verbosity_error()
         self._torch = torch
         self._target, self._draft = (
             path and AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (target, draft)
