@@ -18,7 +18,7 @@ from pathlib import Path
 from one_machine import TransformersPeer, print_answer, with_system
 
 from bench.real_models import QWEN_DRAFT, QWEN_TARGET
-from bench.report import waiting
+from bench.report import progress, waiting
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
 from specdec.client import Client
@@ -90,10 +90,11 @@ def ask_transformers(target: Path, draft: Path, ways: list[Way], prompts: list[t
     """Have `generate()` answer the same prompts, with the draft as its assistant model and without."""
     with waiting("loading the pair in Transformers"):
         peer = TransformersPeer(target, draft)
-    with waiting("Transformers answers the same prompts"):
+    with progress("Transformers answers the same prompts", len(prompts) * len(ways)) as advance:
         for prompt in prompts:
             for way, is_assisted in zip(ways, (True, False), strict=True):
                 way.add(*peer.answer(prompt, MAX_NEW_TOKENS, is_assisted=is_assisted))
+                advance()
 
 
 def print_table(ways: list[Way]) -> int:
