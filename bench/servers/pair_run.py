@@ -36,7 +36,7 @@ class PairRun:
         self._row = partial(Row, suite=suite, row=None, origin=Origin(), quick=arguments.quick)
         self._run = runner.run
         self._pair = pair
-        self._peers = arguments.peers
+        self._peers = arguments.peers_folder
         self._quick = arguments.quick
         self._num_tokens = NUM_QUICK_TOKENS if self._quick else pair.num_tokens
         self._prompts = pair.prompts()

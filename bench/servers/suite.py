@@ -29,21 +29,23 @@ PEERS_FOLDER = Path(__file__).resolve().parents[2] / ".peers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which pairs are measured, and where the peers are."""
+    """Add which pairs are measured beside which peers, and where the peers are."""
     parser.add_argument(
         "--pair", choices=["demo", "qwen", "all"], default="all", help="default: all that are installed"
     )
+    parser.add_argument("--peer", choices=PEERS, action="append", help="measure beside this one (repeat; default: all)")
     parser.add_argument(
-        "--peers", type=Path, default=PEERS_FOLDER, metavar="DIR", help="folder that `make peers` has filled"
+        "--peers-folder", type=Path, default=PEERS_FOLDER, metavar="DIR", help="folder that `make peers` has filled"
     )
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; print nothing but progress."""
     rows: list[Row] = []
+    peers = arguments.peer or PEERS
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, asyncio.Runner() as runner:
         if arguments.pair != "qwen":
-            together = [System(kind, drafts) for drafts in (True, False) for kind in (SPECDEC, *PEERS)]
+            together = [System(kind, drafts) for drafts in (True, False) for kind in (SPECDEC, *peers)]
             rows += PairRun(SUITE, runner, demo_pair(Path(folder)), arguments).rows([together])
         if arguments.pair != "demo":
             try:
@@ -57,7 +59,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             # One peer at a time: all at once would need 40 GB.
             by_peer = [
                 [System(kind, drafts) for kind in (SPECDEC, *[SPECDEC_INT8] * (peer == LLAMA), peer)]
-                for peer in PEERS
+                for peer in peers
                 for drafts in (True, False)
             ]
             rows += PairRun(SUITE, runner, pair, arguments).rows(by_peer)
