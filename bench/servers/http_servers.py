@@ -1,7 +1,7 @@
 """vLLM and llama.cpp as the suite `peers` measures them: their own servers, asked over HTTP with streamed answers.
 
 `make peers` prepares both. Each computes in float32 where its model is float32, keeps its KV cache in the same dtype,
-and drafts `GAMMA` tokens a round where it has a draft model. Not here: how an answer arrives (`http_stream`).
+and drafts `GAMMA` tokens a round where it has a draft model. Answers arrive by `http_stream`.
 """
 
 import asyncio

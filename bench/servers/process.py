@@ -6,7 +6,6 @@ alone. All its coroutines run in the one event loop of the suite, so that one cl
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import tempfile
@@ -22,7 +21,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 600
 _STOP_S = 30
 _SHOWN_CHARACTERS = 600
-_PR_SET_PDEATHSIG = 1  # Source: prctl(2)
 
 
 class ServerFailure(Exception):
@@ -69,7 +67,7 @@ class PeerServer(ABC):
         try:
             # A session of its own, so that what remains of it can be ended as one group.
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, env=self._environ, cwd=_ROOT, start_new_session=True, preexec_fn=_end_with_parent,
+                *self._command, env=self._environ, cwd=_ROOT, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=self._stdout(), stderr=self._log,
             )  # fmt: skip
         except OSError as error:
@@ -126,8 +124,3 @@ class PeerServer(ABC):
     def _last_words(self) -> str:
         self._log.seek(0)
         return " ".join(self._log.read().split())[-_SHOWN_CHARACTERS:]
-
-
-def _end_with_parent() -> None:
-    """Have the kernel stop a server whose suite was killed: `stop` cannot run then."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

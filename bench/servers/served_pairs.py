@@ -21,7 +21,7 @@ class ModelFiles:
     """One model in its three forms."""
 
     served: Path
-    """What specdec is given."""
+    """Path that specdec is given."""
     checkpoint: Path
     gguf: Path
 
@@ -34,11 +34,11 @@ class ServedPair:
     target: ModelFiles
     draft: ModelFiles
     dtype: str
-    """What specdec, vLLM and Transformers compute in."""
+    """Dtype in which specdec, vLLM and Transformers compute."""
     kv_type: str
     """Type of llama.cpp's KV cache."""
     llama_rounds_alike: bool
-    """Whether llama.cpp computes with the same numbers, so that its texts must be equal too."""
+    """True where llama.cpp computes with the same numbers, so that its texts must be equal too."""
     num_tokens: int
     note: str
 

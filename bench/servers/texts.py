@@ -1,4 +1,4 @@
-"""Whether servers gave the same texts: equal, tied, or different.
+"""Comparison of the texts that servers gave: equal, tied, or different.
 
 Two texts are tied where they first differ at two tokens whose logits in the reference model lie within `TIE`: every
 server sums in an order of its own, so either token is right. Called by `bench.servers.suite`.
@@ -15,7 +15,7 @@ LogitGap = Callable[[list[int], int, int], float]
 
 
 class Match(StrEnum):
-    """How a text compares with the reference's."""
+    """Result of comparing a text with the reference's."""
 
     EQUAL = "equal"
     TIED = "tied"
