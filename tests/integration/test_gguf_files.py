@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from bench.gguf_writing import write_gguf
 from bench.models import DEMO
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.errors import InvalidRequest, SpecdecError
-from tests.support.gguf_writing import write_gguf
 
 TARGET = DEMO / "target"
 ODD_TEXTS = [
