@@ -118,7 +118,7 @@ def test_the_command_says_how_much_more_to_log_when_the_draft_did_not_improve(fo
 
 def test_a_version_is_never_overwritten_and_a_failed_one_leaves_no_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    with pytest.raises(InvalidRequest, match=r"--out: .*new is there already"):
+    with pytest.raises(InvalidRequest, match=r"--out: .*new already exists"):
         distill(asked(folder, tmp_path / "new"))
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"--out: .*file cannot be written"):

@@ -35,7 +35,9 @@ def logits_of(model: Path) -> torch.Tensor:
 def test_a_method_that_is_not_read_is_refused_by_its_name(method: str, tmp_path: Path) -> None:
     """The last one used to be loaded, as if its numbers were plain weights."""
     model = with_quantisation(tmp_path, {"quant_method": method, "bits": 4, "group_size": 32})
-    with pytest.raises(Unsupported, match=f"is quantised with {method}; only fp8 and mxfp4 are read"):
+    with pytest.raises(
+        Unsupported, match=f"is quantised with {method}; only fp8 and mxfp4 and GGUF files are supported"
+    ):
         load_worker(str(model), device="cpu", dtype="float32")
 
 

@@ -90,7 +90,10 @@ def test_promoting_an_unknown_pool_fails_at_once(coordinator: Serve, capsys: pyt
         (["--target-model", "t"], "--target-model is for drafts inside the target"),
         (["--draft", "eagle3:h"], "--draft eagle3:h is trained together with its target: name it by --target-model"),
         (["--draft", "early-exit:x", "--target-model", "t"], "--draft: 'early-exit:x': early-exit takes a number"),
-        (["--draft", "medusa:h", "--target-model", "t", "--join", "p"], "a target loads its medusa draft when"),
+        (
+            ["--draft", "medusa:h", "--target-model", "t", "--join", "p"],
+            "a target loads its medusa draft when it starts",
+        ),
     ],
 )
 def test_impossible_training_flags_are_a_usage_error(

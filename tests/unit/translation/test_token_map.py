@@ -97,7 +97,7 @@ def test_tokenizers_without_a_common_token_are_refused_with_both_fingerprints(tm
 def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused_by_name(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "words", 20)
     pieces = save_piece_vocabulary(tmp_path / "pieces", ["<unk>", "</s>", "c"], [])
-    with pytest.raises(Unsupported, match=r"model '.*words': tokens decoded by Fuse have no bytes of their own"):
+    with pytest.raises(Unsupported, match=r"model '.*words': tokens decoded by Fuse have no fixed bytes"):
         load_pair(tmp_path / "words", pieces)
 
 
