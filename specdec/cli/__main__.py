@@ -30,6 +30,7 @@ _COMMANDS = {
     "down": "end a running specdec up",
     "generate": "generate from a prompt",
     "chat": "talk over one session",
+    "advise": "list drafts that fit a target, with memory and expected gain",
     "status": "pools, replicas and sessions of a running system",
     "pools": "draft pools of a running system, by class of requests",
     "promote": "give sessions another draft pool, share by share",
