@@ -24,8 +24,6 @@ from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.errors import Unsupported
 from specdec.settings.draft_specs import EARLY_EXIT, LocalDraftSpec
 
-_WHOLE_MODEL = "tp1.0"
-
 
 @dataclass(frozen=True, slots=True)
 class LocalDrafting:
@@ -47,9 +45,9 @@ class LocalDrafting:
         return [shape for head in self.heads.values() for shape in layers_of(head)]
 
     @property
-    def rank(self) -> str:
-        """The model's part of the KV layout: other heads write other numbers."""
-        return "+".join((_WHOLE_MODEL, *(head.fingerprint for head in self.heads.values())))
+    def fingerprints(self) -> tuple[str, ...]:
+        """Fingerprints of the heads, which are part of the KV layout: other heads cache other numbers."""
+        return tuple(head.fingerprint for head in self.heads.values())
 
     def paged_heads(self, cache: KvCache) -> dict[str, PagedHead]:
         """The heads on their part of the worker's cache, its last layers."""

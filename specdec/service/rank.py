@@ -27,7 +27,7 @@ from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
 from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code
-from specdec.service.replica_main import compile_options, on_its_own_thread, open_kv_tier, serve_replica
+from specdec.service.replica_main import load_request, on_its_own_thread, open_kv_tier, serve_replica
 from specdec.settings.base import ReplicaSettings, parse_settings
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out b
     from specdec.engine.base import Worker
     from specdec.engine.parallel.group import RankGroup, Seat
     from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-    from specdec.engine.parallel.rank_loader import RankModel
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class _Rank:
             from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
         ranks = RankGroup(seat, store, rank_device(self._settings.device, int(os.environ["LOCAL_RANK"])))
-        return ranks, load_rank(_model_of(self._settings, num_decode_rows), ranks, rank_heartbeat)
+        return ranks, load_rank(load_request(self._settings, num_decode_rows), ranks, rank_heartbeat)
 
     def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, RankHeartbeat]:
         """Finds the other ranks. Raises Unavailable: they do not come."""
@@ -167,22 +166,6 @@ class _Rank:
         except (RuntimeError, OSError) as error:
             raise Unavailable(f"the ranks do not find each other: {error}") from error
         return seat, store, rank_heartbeat
-
-
-def _model_of(settings: ReplicaSettings, num_decode_rows: int) -> RankModel:
-    from specdec.engine.parallel.rank_loader import RankModel
-
-    return RankModel(
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        compiling=compile_options(settings, num_decode_rows),
-        kv_cache_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_context_tokens=settings.max_context_tokens,
-        num_threads=settings.num_threads,
-        self_check=settings.self_check == "on",
-    )
 
 
 def _leave(error: SpecdecError) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.step_ways import num_replays, running
@@ -33,8 +33,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, *specs: LocalDraftSpec, compiling: CompileOptions | None = None, **options: object) -> Worker:
-    return load_worker(str(directory), compiling=compiling, local_drafts=specs,
-                       **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))  # fmt: skip
+    return load_worker(
+        LoadRequest(
+            str(directory),
+            compiling=compiling,
+            local_drafts=specs,
+            **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options),
+        )
+    )
 
 
 def shortened(directory: Path, to: Path) -> Path:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import (
     as_speculators,
@@ -56,9 +56,16 @@ class Rig:
     def __init__(self, folder: Path, compiling: CompileOptions) -> None:
         specs = tuple(LocalDraftSpec(kind, kind, path=str(folder / kind)) for kind in ("eagle3", "medusa"))
         self.worker: Worker = load_worker(
-            str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=16, num_threads=1,
-            compiling=compiling, local_drafts=specs,
-        )  # fmt: skip
+            LoadRequest(
+                str(folder / "target"),
+                device="cpu",
+                dtype="float32",
+                num_kv_blocks=16,
+                num_threads=1,
+                compiling=compiling,
+                local_drafts=specs,
+            )
+        )
         self._model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
         config = eagle3_config(WIDTH, VOCABULARY_SIZE, 80)
         self._eagle3 = Eagle3Reference(config, eagle3_tensors(config), STATES)

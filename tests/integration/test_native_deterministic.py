@@ -10,7 +10,7 @@ import torch
 from specdec.engine.base import StepPlan
 from specdec.engine.loader import load_worker
 from specdec.engine.native.runner import NativeRunner
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import Unsupported
 from tests.support.tiny_models import build_tiny_model
 
@@ -25,7 +25,7 @@ def test_a_deterministic_worker_is_tried_and_one_that_is_not_is_found_out(
     build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
     compiling = CompileOptions(is_deterministic=True)
     options = {"device": "cpu", "dtype": dtype, "num_kv_blocks": 16, "self_check": False}
-    load_worker(str(tmp_path), compiling=compiling, **options)
+    load_worker(LoadRequest(str(tmp_path), compiling=compiling, **options))
     execute = NativeRunner.execute
 
     def crowded(self: NativeRunner, plan: StepPlan) -> torch.Tensor:
@@ -33,13 +33,20 @@ def test_a_deterministic_worker_is_tried_and_one_that_is_not_is_found_out(
 
     monkeypatch.setattr(NativeRunner, "execute", crowded)
     with pytest.raises(Unsupported, match="--deterministic cannot be kept here: logits of a row alone and in company"):
-        load_worker(str(tmp_path), compiling=compiling, **options)
+        load_worker(LoadRequest(str(tmp_path), compiling=compiling, **options))
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16")])
 def test_what_the_kernels_do_not_compute_is_not_deterministic(architecture: str, dtype: str, tmp_path: Path) -> None:
     build_tiny_model(architecture, tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
     with pytest.raises(Unsupported, match="on cpu needs native kernels, which do not run this model") as refusal:
-        load_worker(str(tmp_path), device="cpu", dtype=dtype, num_kv_blocks=16,
-                    compiling=CompileOptions(is_deterministic=True))  # fmt: skip
+        load_worker(
+            LoadRequest(
+                str(tmp_path),
+                device="cpu",
+                dtype=dtype,
+                num_kv_blocks=16,
+                compiling=CompileOptions(is_deterministic=True),
+            )
+        )
     assert refusal.value.field == "deterministic"

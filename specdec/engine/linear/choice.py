@@ -22,7 +22,7 @@ from specdec.engine.linear.projection import (
 )
 from specdec.engine.linear.protocol import ProjectionMaker
 from specdec.engine.linear.row_products import RowProjection
-from specdec.engine.options import ROWS, CompileOptions
+from specdec.engine.options import CompileOptions
 
 
 def projection_kinds(model: PreTrainedModel, is_int8: bool, compiling: CompileOptions) -> ProjectionKinds:
@@ -34,7 +34,6 @@ def projection_kinds(model: PreTrainedModel, is_int8: bool, compiling: CompileOp
     head: ProjectionMaker = LogitsProjection if LogitsProjection.fits(model.get_output_embeddings().weight) else plain
     if not by_rows:
         return ProjectionKinds(inner=Int8Projection if is_int8 else plain, head=head)
-    # Weights that are held in int8 know what multiplies with them: where all are, what is said here goes for none.
-    if not (compiling.is_deterministic or compiling.products == ROWS):
+    if not compiling.is_deterministic:  # all inner layers are `Int8Linear`, which make their own projections
         return ProjectionKinds(inner=plain, head=head)
     return ProjectionKinds(inner=RowProjection, head=partial(RowProjection, output_dtype=torch.float32))

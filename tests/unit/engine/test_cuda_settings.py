@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -20,7 +21,7 @@ def as_pytorch_comes() -> None:
 
 @pytest.mark.usefixtures("as_pytorch_comes")
 def test_a_loaded_model_attends_without_cudnn_and_adds_up_in_full_precision(tmp_path: Path) -> None:
-    load_worker(str(build_tiny_model("llama", tmp_path)), device="cpu", dtype="float32", num_kv_blocks=8)
+    load_worker(LoadRequest(str(build_tiny_model("llama", tmp_path)), device="cpu", dtype="float32", num_kv_blocks=8))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

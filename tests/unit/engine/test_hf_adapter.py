@@ -18,13 +18,16 @@ from transformers import (
 
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
 
 
 def load(directory: Path, **options: object):
-    return load_worker(str(directory), **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))
+    return load_worker(
+        LoadRequest(str(directory), **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))
+    )
 
 
 @pytest.fixture(scope="module")
