@@ -63,7 +63,7 @@ class DraftProgram(Program):
         )
         if num_steps < 2 or not self._runs.may_run(jobs, kind, top_n):
             return None
-        if kind is MultiStepDrafts.LIKELIEST:
+        if kind is MultiStepDrafts.GREEDY:
             return GreedyMultiStep(jobs, num_steps, _go_on)
         return DeviceMultiStep(self._drawing, self._runs, jobs, num_steps, top_n, _go_on)
 

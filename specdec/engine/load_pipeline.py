@@ -23,18 +23,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape, Worker
+from specdec.engine.cuda_device import cuda_pool_bytes, settle_cuda
 from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
-from specdec.engine.cuda_settings import settle_cuda
 from specdec.engine.linear.row_products import require_kernel
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch_invariance import FIELD, require_batch_invariance, require_keepable
 from specdec.engine.model.checkpoint_model import load_config, model_context, model_shape, pick_dtype, pool_blocks
-from specdec.engine.model.device_memory import cuda_pool_bytes
-from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
-from specdec.engine.model.model_runner import ForwardPass, ModelRunner, tapped_layers
+from specdec.engine.model.model_runner import ForwardPass, GraphSource, ModelRunner, tapped_layers
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.options import AUTO, CAPTURED, EAGER, Agreement, CompileOptions, LoadRequest, require_backend
 from specdec.engine.torch_compile import compile_steps

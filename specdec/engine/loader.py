@@ -27,10 +27,9 @@ from specdec.engine.load_pipeline import ModelPart, build_worker
 from specdec.engine.local_drafting import LocalDrafting
 from specdec.engine.model.checkpoint_model import first_line, pick_device, quietly, require_all_weights
 from specdec.engine.model.early_exit import decoder_layers
-from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
 from specdec.engine.model.llama_stack import LlamaStack
-from specdec.engine.model.model_runner import ForwardPass, TransformersForward
+from specdec.engine.model.model_runner import ForwardPass, GraphSource, TransformersForward
 from specdec.engine.model.self_check import Arithmetic
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.runner import NativeRunner

@@ -156,13 +156,13 @@ WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
     "nothing there": (lambda folder: "eagle3:/nothing/there", "is no directory on this machine"),
     "another width": (
         lambda folder: f"medusa:{write_medusa(folder, medusa_tensors(32, VOCABULARY_SIZE))}",
-        "the tensor 0.0.linear.weight is [32, 32], and this target and configuration need [64, 64]",
+        "the tensor 0.0.linear.weight has shape [32, 32], and this target and configuration need [64, 64]",
     ),
     "a head of no kind that is known": (
         lambda folder: f"eagle3:{write_eagle3(folder, {'speculators_model_type': 'dflash'}, {})}",
         "is a head of type dflash, not eagle3",
     ),
-    "none in the checkpoint": (lambda folder: "mtp", "brings no MTP layers"),
+    "none in the checkpoint": (lambda folder: "mtp", "has no supported MTP layer"),
 }
 
 

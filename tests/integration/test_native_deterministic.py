@@ -32,7 +32,7 @@ def test_a_deterministic_worker_is_tried_and_one_that_is_not_is_found_out(
         return execute(self, plan) * (1 + 2**-20 * len(plan.slices))
 
     monkeypatch.setattr(NativeRunner, "execute", crowded)
-    with pytest.raises(Unsupported, match="--deterministic cannot be kept here: logits of a row alone and in company"):
+    with pytest.raises(Unsupported, match="--deterministic is not possible with this model on this device"):
         load_worker(LoadRequest(str(tmp_path), compiling=compiling, **options))
 
 

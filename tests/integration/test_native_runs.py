@@ -191,9 +191,9 @@ async def test_a_replica_drafts_in_runs_what_it_drafts_step_by_step(
 ) -> None:
     monkeypatch.setattr(steps, "LONGEST_HOST_RUN_S", 1e9)  # however slow this machine is
     drafts, runs = [], []
-    for kind in (MultiStepDrafts.LIKELIEST, MultiStepDrafts.NONE):
+    for kind in (MultiStepDrafts.GREEDY, MultiStepDrafts.NONE):
         worker = load(directory)
-        assert worker.draft_runs is MultiStepDrafts.LIKELIEST
+        assert worker.draft_runs is MultiStepDrafts.GREEDY
         run = worker.draft_greedy
         monkeypatch.setattr(worker, "draft_greedy", lambda plan, num, run=run: runs.append(num) or run(plan, num))
         worker.draft_runs = kind

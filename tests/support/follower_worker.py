@@ -44,7 +44,7 @@ class LikeliestWorker(FollowerWorker):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.draft_runs = MultiStepDrafts.LIKELIEST
+        self.draft_runs = MultiStepDrafts.GREEDY
 
     def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         maxima: list[NDArray[np.float32]] = []

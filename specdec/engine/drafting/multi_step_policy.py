@@ -37,7 +37,7 @@ class MultiStepPolicy:
             kind: which runs the worker has.
             top_n: how many of the likeliest tokens the drafts note.
         """
-        if kind is MultiStepDrafts.LIKELIEST:
+        if kind is MultiStepDrafts.GREEDY:
             return not top_n and all(_takes_top(job) for job in jobs)
         if len(jobs) * self._num_tokens > MAX_BATCH_LOGITS:
             return False

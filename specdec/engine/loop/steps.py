@@ -175,7 +175,7 @@ class StepRunner:
             if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1:
                 return None
         first = load_of(plan)
-        if kind is MultiStepDrafts.LIKELIEST and first.num_prefill_tokens:
+        if kind is MultiStepDrafts.GREEDY and first.num_prefill_tokens:
             return None  # it gains nothing, and hides from the scheduler what prompts take
         run = self._program.multi_step_draft(jobs, kind)
         if run is None or kind is MultiStepDrafts.ANY:

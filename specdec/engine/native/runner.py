@@ -100,7 +100,7 @@ class NativeRunner(Worker):
         """Those that are computed in PyTorch."""
         # A head is told of every step; and nothing checks an id that the kernels choose.
         if not heads and shape.vocabulary_size <= min(self._num_embeddings, self._model.head.outputs):
-            self.draft_runs = MultiStepDrafts.LIKELIEST
+            self.draft_runs = MultiStepDrafts.GREEDY
         self._row_sizes = self._measure_rows()
         self._batch = Batch()
         self._numbers = array("q")

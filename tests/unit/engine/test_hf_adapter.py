@@ -130,7 +130,7 @@ def test_attention_that_cannot_be_replaced_is_unsupported(editable: Path) -> Non
 
 def test_a_checkpoint_that_lacks_weights_is_refused(editable: Path, capfd: pytest.CaptureFixture[str]) -> None:
     edit_json(editable / "config.json", num_hidden_layers=4)
-    with pytest.raises(InvalidRequest, match=r"lacks weights, model\.layers\.3"):
+    with pytest.raises(InvalidRequest, match=r"lacks the weight model\.layers\.3"):
         load(editable)
     assert capfd.readouterr().err == ""
 
